@@ -21,7 +21,7 @@ class CudaLarge : public ::testing::Test {
  protected:
   void SetUp() override {
     if (!cuda::problem().empty()) GTEST_SKIP() << cuda::problem();
-    if (on_software_device()) GTEST_SKIP() << "2^31 elements would take a software device hours";
+    if (test::on_software_device()) GTEST_SKIP() << "2^31 elements would take a software device hours";
     context_ = std::make_unique<DeviceContext>(DeviceKind::cuda, pool_, int64_t{1} << 26);
     tensors_ = std::make_unique<LargeTensors>(context_->exec());
   }

@@ -12,7 +12,7 @@
 
 namespace sb {
 
-using testing::sized;
+using test::sized;
 
 // Attention on a GPU, and on the CPU to compare with.
 class CudaAttentionTest : public ::testing::Test {

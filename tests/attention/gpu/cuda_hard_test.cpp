@@ -35,7 +35,7 @@ CudaAttentionOptions options_of(SelectionPattern pattern, SelectionOrder order =
   options.attention.selection.pattern = pattern;
   options.attention.selection.order = order;
   options.attention.selection.score = BlockScore::moments;
-  options.attention.selection.budget = testing::sized(640, 300);
+  options.attention.selection.budget = test::sized(640, 300);
   options.attention.selection.vertical_cap = 200;
   options.attention.selection.slash_cap = 4;
   return options;
@@ -48,7 +48,7 @@ struct LargeRun {
 
 // 300 tokens behind the first 2^31 elements of the queries, packed with many before them, are what they are alone.
 TEST_F(CudaHard, LastSequenceOfManyElementsIsWhatItIsAlone) {
-  if (testing::on_software_device()) GTEST_SKIP() << "2^31 elements would take a software device hours";
+  if (test::on_software_device()) GTEST_SKIP() << "2^31 elements would take a software device hours";
   struct Case {
     SelectionPattern pattern;
     int d;
@@ -110,7 +110,7 @@ TEST_F(CudaHard, LastSequenceOfManyElementsIsWhatItIsAlone) {
 TEST_F(CudaHard, NumbersThatAreNoneStayInTheirSequence) {
   constexpr float kNan = std::numeric_limits<float>::quiet_NaN(), kInfinity = std::numeric_limits<float>::infinity();
   const AttentionShape shape{8, 2, 64, 0.125f};
-  const auto cu = testing::sized<std::vector<int32_t>>({0, 3000, 4500}, {0, 600, 900});
+  const auto cu = test::sized<std::vector<int32_t>>({0, 3000, 4500}, {0, 600, 900});
   const CudaOperands clean(shape, cu.back(), DType::bf16, 3);
   const int64_t wide_row = shape.heads * shape.head_dim, narrow_row = shape.kv_heads * shape.head_dim;
   struct Poison {
@@ -138,7 +138,7 @@ TEST_F(CudaHard, NumbersThatAreNoneStayInTheirSequence) {
       {"equal scores", [&](CudaOperands& in) { fill(in.k, 0, cu[1] * narrow_row, 0.0f); }},
   };
   // Under the memory checker those that reach the most.
-  const bool brief = std::getenv("SB_TEST_SHORT") != nullptr, software = testing::on_software_device();
+  const bool brief = std::getenv("SB_TEST_SHORT") != nullptr, software = test::on_software_device();
   const Shape wide{clean.tokens, shape.heads, shape.head_dim}, narrow{clean.tokens, shape.kv_heads, shape.head_dim};
   using enum BlockScore;
   for (const auto& [pattern, order, score] : {std::tuple{SelectionPattern::topk, SelectionOrder::causal, moments},

@@ -103,7 +103,7 @@ TEST_F(CudaTable, GatheredColumns) {
         Lists{6, 2, 6, 64, 64}, Lists{14, 2, 2, 64, 32}, Lists{66, 1, 1, 128, 16}})
     for (const int d : {64, 128}) {
       const std::vector<int32_t> lengths = lists.heads > 8 ? std::vector<int32_t>{333, 1, 0, 129}
-                                                           : std::vector<int32_t>{testing::sized(1100, 400), 1, 0, 129};
+                                                           : std::vector<int32_t>{test::sized(1100, 400), 1, 0, 129};
       const AttentionCase c(shape_of(lists.heads, lists.kv_heads, d), lengths, 11);
       const CudaOperands in(c.shape, c.tokens(), DType::bf16, c.q, c.k, c.v, c.dout);
       for (const auto& [name, maker] : makers) {

@@ -28,8 +28,8 @@ struct Kernel {
 
 // --- given by the engine ---------------------------------------------------------------------------------------------
 
-// cudaSuccess, or why a GPU such as the current one refuses the launch: an empty grid, too many threads, too much shared
-// memory, more dynamic shared memory than the kernel was allowed.
+// cudaSuccess, or why a GPU such as the current one refuses the launch: an empty grid, too many threads, too much
+// shared memory, more dynamic shared memory than the kernel was allowed.
 cudaError_t refusal(const Kernel& kernel);
 
 // Runs kernels to their end, in the calling thread: the first, and with it those behind it on its stream that are

@@ -6,6 +6,7 @@
 
 #include "softgpu/interface/kernel.h"
 #include "softgpu/runtime/device_memory.h"
+#include "softgpu/runtime/scheduler.h"
 
 namespace softgpu {
 namespace {
@@ -17,7 +18,7 @@ void report(int signal, siginfo_t* info, void*) {
   sigaction(signal, &before[signal == SIGBUS], nullptr);
   const std::string what = DeviceMemory::get().describe(info->si_addr);
   if (what.empty()) return;  // somebody else's: comes again
-  if (in_kernel()) fail("it touches %s", what.c_str());
+  if (Scheduler::is_in_turn()) fail("it touches %s", what.c_str());
   std::fprintf(stderr, "softgpu: the host's code touches %s, without a kernel or a copy\n", what.c_str());
   // Comes again, to the debugger or the sanitizer, who say where.
 }

@@ -13,6 +13,8 @@ namespace {
 // After so long without anything done or asked for, threads wait for each other.
 constexpr std::chrono::seconds kPatience{120};
 
+thread_local bool has_turn = false;
+
 bool starts_early(const Operation& operation) {
   return operation.kernel && operation.kernel->early;
 }
@@ -28,12 +30,19 @@ Scheduler::Scheduler() : random_(options().streams_seed) {
   for (int device = 0; device < device_model().devices; ++device) make_stream(device, true);
 }
 
-Scheduler::Turn::Turn(Scheduler& scheduler) : lock_(scheduler.mutex_) {
-  if (in_kernel()) fail("a kernel calls a function of the host's runtime");
+Scheduler::Turn::Turn(Scheduler& scheduler) : lock_(scheduler.mutex_, std::defer_lock) {
+  if (has_turn) fail("a kernel calls a function of the host's runtime");
+  lock_.lock();
+  has_turn = true;
 }
 
 Scheduler::Turn::~Turn() {
+  has_turn = false;
   DeviceMemory::get().close();
+}
+
+bool Scheduler::is_in_turn() {
+  return has_turn;
 }
 
 Stream* Scheduler::make_stream(int device, bool blocking) {

@@ -88,6 +88,9 @@ class Scheduler {
     std::unique_lock<std::mutex> lock_;
   };
 
+  // Whether the calling thread has its turn, in which it may be running a kernel.
+  static bool is_in_turn();
+
   // All of these in a turn.
   Stream* make_stream(int device, bool blocking);
   void destroy(Stream* stream);

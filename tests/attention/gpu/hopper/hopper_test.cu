@@ -461,7 +461,7 @@ std::vector<Case> cases() {
 // races; a second argument keeps only the cases whose name holds it.
 int main(int argc, char** argv) {
   std::setvbuf(stdout, nullptr, _IONBF, 0);
-  sb::gpu::small = sb::testing::on_software_device();
+  sb::gpu::small = sb::test::on_software_device();
   if (sb::gpu::small)
     std::printf("a software device: sequences of a third of the tokens, fewer replays of the graph\n");
   const bool full = argc < 2;
