@@ -10,7 +10,7 @@
 #include "tests/device/large_tensors.h"
 #include "tests/ops/ops_fixture.h"
 
-namespace sb::testing {
+namespace sb::test {
 namespace {
 
 constexpr int64_t kMany = LargeTensors::kMany, kPeriod = LargeTensors::kPeriod;
@@ -168,4 +168,4 @@ TEST_F(CudaLarge, Embedding) {
 }
 
 }  // namespace
-}  // namespace sb::testing
+}  // namespace sb::test
