@@ -490,7 +490,7 @@ void Trainer::log_step(const StepPlan& plan, const LossSums& sums, double grad_n
   report_.targets = sums.targets;
   report_.accuracy = accuracy(sums);
   report_.seconds = seconds;
-  time_left_.step(TimeLeft::Seconds(seconds));
+  time_left_.step(TimeLeft::Seconds(seconds + report_.in_order_seconds.value_or(0.0)));
   report_.seconds_left = time_left_.after(state_.step).count();
   report_.flops = training_flops(parts_.model, plan.lengths, 1.0, config_.lora_config());
   report_.peak_flops = peak_flops_ * world_->size();
