@@ -85,11 +85,30 @@ function(sb_isa_sources name)
   endforeach()
 endfunction()
 
+# What every source of a test is compiled with. Paths are relative to the source tree (tests run there), so that the
+# compiler cache serves every checkout.
+function(sb_test_options target)
+  target_include_directories(${target} PRIVATE ${PROJECT_SOURCE_DIR})
+  target_compile_definitions(${target} PRIVATE SB_TEST_DATA="tests/data" SB_SOURCE_DIR=".")
+endfunction()
+
+# sb_test_fixture(sb_model_fixture SOURCES model_fixture.cpp LIBS sb_model)
+# What several tests share, compiled once; references that compute are here, optimised as the program is.
+function(sb_test_fixture name)
+  cmake_parse_arguments(ARG "" "" "SOURCES;LIBS" ${ARGN})
+  sb_unity_sources(sources ${name} ${ARG_SOURCES})
+  add_library(${name} STATIC ${sources})
+  sb_unity_options(${name})
+  sb_test_options(${name})
+  target_link_libraries(${name} PUBLIC ${ARG_LIBS} GTest::gtest)
+endfunction()
+
 # sb_test(core_arena_test LABEL fast TIMEOUT 60 SOURCES arena_test.cpp LIBS sb_core)
 # Labels are those of CONTRIBUTING.md; several ranks (multi) take two cores. With SHARDS n it is registered n times, as
-# <name>_0 and so on, each with every n-th of its cases.
+# <name>_0 and so on, each with every n-th of its cases. A test whose own sources compute for seconds says COMPUTES: it is
+# optimised as the program is.
 function(sb_test name)
-  cmake_parse_arguments(ARG "" "LABEL;TIMEOUT;SHARDS" "SOURCES;LIBS" ${ARGN})
+  cmake_parse_arguments(ARG "COMPUTES" "LABEL;TIMEOUT;SHARDS" "SOURCES;LIBS" ${ARGN})
   if(NOT ARG_LABEL)
     set(ARG_LABEL fast)
   endif()
@@ -102,11 +121,14 @@ function(sb_test name)
   if(SB_SOFTGPU AND ARG_LABEL MATCHES "gpu|nccl")
     math(EXPR ARG_TIMEOUT "${ARG_TIMEOUT} * 4")
   endif()
-  add_executable(${name} ${ARG_SOURCES})
-  target_include_directories(${name} PRIVATE ${PROJECT_SOURCE_DIR})
+  sb_unity_sources(sources ${name} ${ARG_SOURCES})
+  add_executable(${name} ${sources})
+  sb_unity_options(${name})
+  sb_test_options(${name})
+  if(NOT ARG_COMPUTES)
+    sb_optimize_little(${name})
+  endif()
   target_link_libraries(${name} PRIVATE ${ARG_LIBS} GTest::gtest_main)
-  # Paths are relative to the source tree (tests run there), so that the compiler cache serves every checkout.
-  target_compile_definitions(${name} PRIVATE SB_TEST_DATA="tests/data" SB_SOURCE_DIR=".")
   if(SB_SANITIZE MATCHES address)
     target_compile_definitions(${name} PRIVATE SB_ADDRESS_SANITIZER)
   endif()

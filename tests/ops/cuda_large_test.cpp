@@ -11,7 +11,7 @@
 #include "tests/device/software_device.h"
 #include "tests/ops/ops_fixture.h"
 
-namespace sb::testing {
+namespace sb::test {
 namespace {
 
 constexpr int64_t kMany = LargeTensors::kMany, kPeriod = LargeTensors::kPeriod;
@@ -170,4 +170,4 @@ TEST_F(CudaLarge, Embedding) {
 }
 
 }  // namespace
-}  // namespace sb::testing
+}  // namespace sb::test
