@@ -11,6 +11,7 @@
 #include "core/errors.h"
 #include "core/log.h"
 #include "device/cuda.h"
+#include "device/event.h"
 #include "model/flops.h"
 #include "model/hf_checkpoint.h"
 #include "parallel/ring/context_layout.h"
@@ -320,6 +321,7 @@ bool Trainer::step() {
   const StepPlan in_order = compare ? plan_in_order() : StepPlan();
   std::chrono::nanoseconds in_order_time{0};
   if (in_order_first) in_order_time = time_in_order(in_order, number);
+  if (compare) start_together();
   const auto computing = std::chrono::steady_clock::now();
   const std::optional<LossSums> sums = forward_backward(plan);
   if (!sums) return false;
@@ -338,10 +340,13 @@ bool Trainer::step() {
   const std::chrono::nanoseconds time = time_since(begin) - in_order_time;
 
   if (parts_.sparse) attention_report_ = sum_over_ranks(*world_, parts_.sparse->take_report(), config_.parallel.tp);
-  if (finite) learn(plan, *sums, time.count());
-  if (compare && !in_order_first) in_order_time = time_in_order(in_order, number);
+  SelectionObservations observed;
+  if (parts_.sparse) observed = parts_.sparse->take_observations();
+  // Before thresholds move: both ways select by the same ones.
+  if (compare && finite && !in_order_first) in_order_time = time_in_order(in_order, number);
+  if (finite) learn(plan, *sums, std::move(observed), time.count());
   report_ = {};
-  if (compare) {
+  if (compare && finite) {
     report_.in_order_seconds = std::chrono::duration<double>(in_order_time).count();
     report_.balanced_seconds = balanced;
   }
@@ -364,10 +369,18 @@ Trainer::StepPlan Trainer::plan_in_order() {
   return read_step(planner.next());
 }
 
+// What is timed begins when every rank and its device have ended what came before.
+void Trainer::start_together() {
+  DeviceEvent queued(exec_.device);
+  queued.record(exec_);
+  queued.wait();
+  world_->barrier();
+}
+
 // What the step takes in order, up to its reduced gradients. These are thrown away, and so is what attention learned.
 std::chrono::nanoseconds Trainer::time_in_order(const StepPlan& plan, int64_t step) {
   const auto span = trace_.span("in order", step);
-  world_->barrier();
+  start_together();
   const auto begin = std::chrono::steady_clock::now();
   model_->forward_backward(exec_, plan.micro_batches, [] { return false; });
   model_->reduce(exec_);
@@ -453,13 +466,13 @@ void Trainer::give_up() const {
 
 // A source with a curriculum moves on when the model is good enough; selection and the planner follow what was
 // measured. What comes of numbers that are none teaches nobody: forward_backward() forgets it.
-void Trainer::learn(const StepPlan& plan, const LossSums& sums, int64_t step_ns) {
+void Trainer::learn(const StepPlan& plan, const LossSums& sums, SelectionObservations observed, int64_t step_ns) {
   const uint64_t unseen = state_.position + static_cast<uint64_t>(ahead_ * config_.batch.global_batch_size);
   if (parts_.source.observe(sums.correct, sums.targets, unseen) && leads())
     parts_.console.text(fmt::format("step {}: accuracy {:.1f}%, sequences of {} tokens from here on", state_.step,
                                     100.0 * accuracy(sums), parts_.source.length(unseen)));
   state_.source_state = parts_.source.state();
-  if (parts_.sparse) learn_selection();
+  if (parts_.sparse) learn_selection(std::move(observed));
   // The times of a rehearsal say nothing of the ranks that it is planned for.
   StepMeasurement measurement;
   if (!config_.parallel.rehearse.on()) measurement = gather_times(model_->grid(), plan.plan, operations_);
@@ -470,9 +483,9 @@ void Trainer::learn(const StepPlan& plan, const LossSums& sums, int64_t step_ns)
   planner_->learn(measurement);
 }
 
-void Trainer::learn_selection() {
-  state_.selection = sb::learn(state_.selection,
-                               sum_over_ranks(*world_, parts_.sparse->take_observations(), stage().options().tensor));
+void Trainer::learn_selection(SelectionObservations observed) {
+  state_.selection =
+      sb::learn(state_.selection, sum_over_ranks(*world_, std::move(observed), stage().options().tensor));
   use_selection();
 }
 

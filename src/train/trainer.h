@@ -139,6 +139,7 @@ class Trainer {
   void load_start_of_run();
   StepPlan receive_plan();
   StepPlan read_step(Plan plan);
+  void start_together();
   StepPlan plan_in_order();
   std::chrono::nanoseconds time_in_order(const StepPlan& plan, int64_t step);
   void announce_steps();
@@ -151,8 +152,8 @@ class Trainer {
   void skip_update();
   [[noreturn]] void give_up() const;
   std::string last_good_checkpoint() const;
-  void learn(const StepPlan& plan, const LossSums& sums, int64_t step_ns);
-  void learn_selection();
+  void learn(const StepPlan& plan, const LossSums& sums, SelectionObservations observed, int64_t step_ns);
+  void learn_selection(SelectionObservations observed);
   void use_selection();
   void log_step(const StepPlan& plan, const LossSums& sums, double grad_norm, bool skipped, double seconds);
   void flush_trace();

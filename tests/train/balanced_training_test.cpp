@@ -467,11 +467,13 @@ TEST(BalancedTraining, BudgetsMoveAndValidationKeepsItsOwn) {
 // The batch that also runs in order leaves no trace in the training, nor in the thresholds that attention learns.
 TEST(BalancedTraining, ComparingStepsChangesNothing) {
   TemporaryFolder folder;
-  const std::vector<std::string> fixed = {"attention.pattern=mass", "balance.adapt=false", "train.max_steps=6"};
-  train(config_of(folder.path("plain"), fixed));
-  std::vector<std::string> compared = fixed;
-  compared.emplace_back("balance.compare_steps=2");
-  train(config_of(folder.path("compared"), compared), folder.path("printed"));
+  const auto with = [](const std::vector<std::string>& more) {
+    std::vector<std::string> all = {"attention.pattern=mass", "balance.adapt=false", "train.max_steps=6"};
+    all.insert(all.end(), more.begin(), more.end());
+    return all;
+  };
+  train(config_of(folder.path("plain"), with({})));
+  train(config_of(folder.path("compared"), with({"balance.compare_steps=2"})), folder.path("printed"));
   EXPECT_EQ(final_weights(folder.path("compared")), final_weights(folder.path("plain")));
   EXPECT_EQ(plan_texts(folder.path("compared")), plan_texts(folder.path("plain")));
   const auto lines = metrics(folder.path("compared"), "compared_in_order_ms");
@@ -484,6 +486,10 @@ TEST(BalancedTraining, ComparingStepsChangesNothing) {
   EXPECT_TRUE(metrics(folder.path("plain"), "compared_in_order_ms").empty());
   EXPECT_NE(read_bytes(folder.path("printed")).find("(3 steps compared, without the optimizer update)"),
             std::string::npos);
+  // Nor does a stop after a step that ran in order second.
+  train(config_of(folder.path("resumed"), with({"balance.compare_steps=2", "train.max_steps=4"})));
+  train(config_of(folder.path("resumed"), with({"balance.compare_steps=2"})));
+  EXPECT_EQ(final_weights(folder.path("resumed")), final_weights(folder.path("plain")));
 }
 
 // Who runs second finds caches warm: in order goes before the step and after its update, in turns.
