@@ -31,7 +31,7 @@ def files(tree):
     listed = subprocess.run(["git", "-C", tree, "ls-files", "-z"], capture_output=True, text=True, check=True).stdout
     paths = [pathlib.PurePath(name) for name in listed.split("\0") if name]
     return {path: (tree / path).read_text(encoding="utf-8", errors="replace")
-            for path in paths if (path.suffix in PROGRAM or path.suffix == ".md") and (tree / path).is_file()}  # fmt: skip
+            for path in paths if (path.suffix in PROGRAM or path.suffix == ".md") and (tree / path).is_file()}
 
 
 def is_within(path, part):
@@ -50,7 +50,7 @@ def sizes(texts):
                 rows.append((f"  {part}/{module}", {path: text for path, text in own.items() if path.parts[1] == module}))
     rows.append(("docs (words)", {path: text for path, text in texts.items() if path.suffix == ".md"}))
     return [(name, len(own), sum(len(text.split()) if "words" in name else text.count("\n") for text in own.values()))
-            for name, own in rows]  # fmt: skip
+            for name, own in rows]
 
 
 def interface(texts):
@@ -72,7 +72,7 @@ def folders(texts):
 
 def longest_functions(texts):
     found = [(end - begin + 1, f"{path}:{begin}") for path, text in texts.items()
-             if path.parts[0] == "src" and path.suffix in COMPILED for begin, end in functions(text)]  # fmt: skip
+             if path.parts[0] == "src" and path.suffix in COMPILED for begin, end in functions(text)]
     return sorted(found, key=lambda item: (-item[0], item[1]))[:MOST_FUNCTIONS]
 
 
@@ -80,7 +80,7 @@ def duplicates(tree):
     if shutil.which("duplicates") is None:
         return "the command `duplicates` is not here: not counted"
     done = subprocess.run(["duplicates", "--repo", tree, "--most", "40", "--seconds", "120"], capture_output=True, text=True,
-                          check=False)  # fmt: skip
+                          check=False)
     return done.stdout.strip()
 
 
@@ -118,9 +118,9 @@ def self_test():
     texts = {path("src/cli/a.cpp"): 'app.add_subcommand("a"); b->add_option("--x"); b->add_flag("-y");\n',
              path("src/core/b/b.cpp"): f"void g() {{\n{body}}}\nvoid h() {{\n{body}{body}}}\n",
              path("src/core/b/b.h"): "#pragma once\n", path("tests/c.py"): "a\nb\n",
-             path("docs/configuration.md"): "| option | value | default | meaning |\n| `a.b` | x | `1` | y |\nsee `c.d`\n"}  # fmt: skip
+             path("docs/configuration.md"): "| option | value | default | meaning |\n| `a.b` | x | `1` | y |\nsee `c.d`\n"}
     assert sizes(texts) == [("src", 3, 15), ("  src/cli", 1, 1), ("  src/core", 2, 14), ("tests", 1, 2),
-                            ("docs (words)", 1, 20)], sizes(texts)  # fmt: skip
+                            ("docs (words)", 1, 20)], sizes(texts)
     assert list(interface(texts).values()) == [1, 2, 1], interface(texts)
     assert folders(texts) == [("src/core/b", 2), ("src/cli", 1), ("tests", 1)], folders(texts)
     assert longest_functions(texts) == [(8, "src/core/b/b.cpp:6"), (5, "src/core/b/b.cpp:1")], longest_functions(texts)

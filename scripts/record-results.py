@@ -52,9 +52,10 @@ def begun(path, made_by):
     if not path.exists():
         return {"header": made_by, "cases": {}}
     found = read(path)
-    if found.get("header") != made_by:
+    same = [{key: value for key, value in of.items() if key != "commit"} for of in (found.get("header", {}), made_by)]
+    if same[0] != same[1]:
         raise RecordError(f"{path}: a record of another program, machine or version of scripts/results; remove it, or "
-                          "choose another --out")  # fmt: skip
+                          "choose another --out")
     return found
 
 
@@ -66,7 +67,7 @@ def run_case(case, program):
 def record(program, path, only, jobs):
     start = time.monotonic()
     content = begun(path, header.header(program))
-    content["cases"]["settings"] = header.settings_case(program, WRITTEN)
+    content["cases"]["settings"] = header.settings_case(program, WRITTEN, commands.WRITTEN)
     left = [case for case in all_cases() if case.name.startswith(only) and case.name not in content["cases"]]
     if not left and not any(name.startswith(only) for name in content["cases"]):
         raise RecordError(f"no case begins with '{only}'; --list names them")
@@ -89,7 +90,7 @@ def record(program, path, only, jobs):
     for name in refused:
         print(f"refused: {name}: {content['cases'][name]['error']}")
     print(f"{path}: {len(content['cases'])} cases, {sum(map(len, content['cases'].values()))} values, {len(refused)} refused; "
-          f"{len(left)} run now in {time.monotonic() - start:.0f} s, {used.ru_utime + used.ru_stime:.0f} s of the processor")  # fmt: skip
+          f"{len(left)} run now in {time.monotonic() - start:.0f} s, {used.ru_utime + used.ru_stime:.0f} s of the processor")
     return 0
 
 

@@ -14,10 +14,10 @@ def check(first, second):
         if one.get(key) != other.get(key):
             raise RecordError(f"the records cannot be compared: {key} is {one.get(key, 'not set')} in the first and "
                               f"{other.get(key, 'not set')} in the second; make both on one machine, with one compiler and "
-                              "one environment")  # fmt: skip
+                              "one environment")
     if first["header"]["cases by"] != second["header"]["cases by"]:
         raise RecordError("the records cannot be compared: they were made by different versions of scripts/results, so that "
-                          "equal names may mean different settings; make both with one version")  # fmt: skip
+                          "equal names may mean different settings; make both with one version")
 
 
 def distance(one, other):

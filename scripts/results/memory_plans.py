@@ -10,10 +10,10 @@ from results.settings import ADAPTERS, BASE, attention, layout, nested, ranks_of
 ADDRESS_SPACE = 4 << 30
 
 QWEN_3B = {"vocab_size": 151936, "hidden_size": 2048, "intermediate_size": 11008, "num_hidden_layers": 36,
-           "num_attention_heads": 16, "num_key_value_heads": 2, "head_dim": 128}  # fmt: skip
+           "num_attention_heads": 16, "num_key_value_heads": 2, "head_dim": 128}
 LLAMA_8B = {"model_type": "llama", "vocab_size": 128256, "hidden_size": 4096, "intermediate_size": 14336,
             "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128,
-            "tie_word_embeddings": False, "rope_theta": 500000}  # fmt: skip
+            "tie_word_embeddings": False, "rope_theta": 500000}
 
 
 def model(shape):
@@ -23,7 +23,7 @@ def model(shape):
 def tokens(count, sequences=1):
     return {"data.max_sequence_length": count, "data.synthetic.length": count, "data.synthetic.min_length": 0,
             "batch.micro_batch_sequences": sequences, "batch.micro_batch_tokens": count * sequences,
-            "train.loss_chunk": 1024, "train.layer_chunk": 32768}  # fmt: skip
+            "train.loss_chunk": 1024, "train.layer_chunk": 32768}
 
 
 def blocks(pattern, **more):
@@ -33,7 +33,7 @@ def blocks(pattern, **more):
 
 SLASHES = blocks("vertical_slash", selection="lookahead", query_block=128, vertical_cap=4096, slash_cap=256)
 BALANCE = {"balance.batching": "sab", "balance.ordering": "auto", "balance.tuning": "optimal", "balance.profile": "h200",
-           "balance.max_budget": 16384}  # fmt: skip
+           "balance.max_budget": 16384}
 BIG, BIGGER = model(QWEN_3B), model(LLAMA_8B)
 CONFIGURATIONS = {
     "3b-32k-dense": {**BIG, **tokens(32768), **blocks("dense")},
@@ -57,7 +57,7 @@ CONFIGURATIONS = {
     "3b-128k-adapters": {**BIG, **tokens(131072), **blocks("mass"), **ADAPTERS, "lora.rank": 32},
     "8b-32k-mass-bfloat16-moments": {**BIGGER, **tokens(32768, 2), **blocks("mass"), "optimizer.moments": "bfloat16"},
     "8b-128k-topp-block-256": {**BIGGER, **tokens(131072), **blocks("topp", block=256, query_block=32)},
-}  # fmt: skip
+}
 
 
 def printed_plans(text):
