@@ -1,6 +1,6 @@
 #!/usr/bin/env python3
-"""How large the project is, in the figures that a redesign is judged by: lines, files, options, sub-commands, files of every
-folder, the longest functions, and code that stands in two places (where the command `duplicates` exists).
+"""How large the project is, in the figures that a redesign is judged by: lines, files, options, sub-commands, files of
+every folder, the longest functions, and code that stands in two places (where the command `duplicates` exists).
 
 usage: count-lines.py [--commit C]     of the files that git has here, or of a commit
        count-lines.py --self-test
@@ -47,14 +47,14 @@ def sizes(texts):
             rows.append((part, own))
         if part == "src":
             for module in sorted({path.parts[1] for path in own if len(path.parts) > 2}):
-                rows.append((f"  {part}/{module}", {path: text for path, text in own.items() if path.parts[1] == module}))
+                rows.append((f"  src/{module}", {path: text for path, text in own.items() if path.parts[1] == module}))
     rows.append(("docs (words)", {path: text for path, text in texts.items() if path.suffix == ".md"}))
     return [(name, len(own), sum(len(text.split()) if "words" in name else text.count("\n") for text in own.values()))
             for name, own in rows]
 
 
 def interface(texts):
-    """Options and sub-commands, read from where they are made (a test holds docs/configuration.md against the program)."""
+    """Options and sub-commands, read from where they are made (a test holds docs/configuration.md to the program)."""
     configuration = texts.get(pathlib.PurePath("docs/configuration.md"), "")
     command_line = "".join(text for path, text in texts.items() if path.parts[:2] == ("src", "cli"))
     return {
@@ -79,8 +79,8 @@ def longest_functions(texts):
 def duplicates(tree):
     if shutil.which("duplicates") is None:
         return "the command `duplicates` is not here: not counted"
-    done = subprocess.run(["duplicates", "--repo", tree, "--most", "40", "--seconds", "120"], capture_output=True, text=True,
-                          check=False)
+    done = subprocess.run(["duplicates", "--repo", tree, "--most", "40", "--seconds", "120"], capture_output=True,
+                          text=True, check=False)
     return done.stdout.strip()
 
 
@@ -118,9 +118,9 @@ def self_test():
     texts = {path("src/cli/a.cpp"): 'app.add_subcommand("a"); b->add_option("--x"); b->add_flag("-y");\n',
              path("src/core/b/b.cpp"): f"void g() {{\n{body}}}\nvoid h() {{\n{body}{body}}}\n",
              path("src/core/b/b.h"): "#pragma once\n", path("tests/c.py"): "a\nb\n",
-             path("docs/configuration.md"): "| option | value | default | meaning |\n| `a.b` | x | `1` | y |\nsee `c.d`\n"}
+             path("docs/configuration.md"): "| option | value | default | meaning |\n| `a.b` | x | `1` | y |\n`c.d`\n"}
     assert sizes(texts) == [("src", 3, 15), ("  src/cli", 1, 1), ("  src/core", 2, 14), ("tests", 1, 2),
-                            ("docs (words)", 1, 20)], sizes(texts)
+                            ("docs (words)", 1, 19)], sizes(texts)
     assert list(interface(texts).values()) == [1, 2, 1], interface(texts)
     assert folders(texts) == [("src/core/b", 2), ("src/cli", 1), ("tests", 1)], folders(texts)
     assert longest_functions(texts) == [(8, "src/core/b/b.cpp:6"), (5, "src/core/b/b.cpp:1")], longest_functions(texts)

@@ -28,8 +28,8 @@ PIECE_POLICIES = "in_order,sab+order,sab+order+optimal,sab+order+chunk,sab+order
 PAPER_POLICIES = "in_order,sab+anchor:mean,sab+order+optimal"
 
 
-# What is given to each command, over all cases: an option that a program does not have is left out and listed once, in the
-# case `settings`.
+# What is given to each command, over all cases: an option that a program does not have is left out and listed once, in
+# the case `settings`.
 WRITTEN = {
     "simulate": {*SIMULATE, *RING, "--ring", "--sweep", "--gpus", "--max-cp", "--max-tp", "--max-length",
                  "--micro-batch-tokens", "--policies", "--no-frontier", "--json"},
@@ -38,7 +38,7 @@ WRITTEN = {
 
 
 def words(program, command, options):
-    """The command line with the options that the program has, and without one that it refuses where it has no effect."""
+    """The command line with the options that the program has, less one that it refuses where it has no effect."""
     unused = {"--score-channels"} if options.get("--score") not in ("planes", None) else set()
     known = program.arguments[command] - unused
     pairs = [[name, value] for name, value in options.items() if name in known]
@@ -98,7 +98,8 @@ def sweep(gpus, policies, **own):
 def simulations():
     published = {"comm": "off", "head": "off", "block": 256}
     found = {
-        "simulate.md/one-node": frontier(**published, dp=2, pp=4, micro_batch_sequences=2, pattern="topk", score="moments"),
+        "simulate.md/one-node": frontier(**published, dp=2, pp=4, micro_batch_sequences=2, pattern="topk",
+                                         score="moments"),
         "simulate.md/sixteen": frontier(**published, dp=4, pp=4, pattern="topk", score="moments"),
         "simulate-h200.md/one-node": frontier(**published, profile="h200", dp=2, pp=4, micro_batch_sequences=2),
     }
@@ -152,7 +153,8 @@ def rings():
 
 def bench_attention(**own):
     """Which share of the pairs is computed; all else is a time."""
-    options = {**ATTENTION, **{f"--{name.replace('_', '-')}": value for name, value in own.items()}, "--json": "out.json"}
+    given = {f"--{name.replace('_', '-')}": value for name, value in own.items()}
+    options = {**ATTENTION, **given, "--json": "out.json"}
 
     def record(program, folder):
         code, _, errors = run(words(program, "bench attention", options), folder)
@@ -168,11 +170,12 @@ def bench_attentions():
     page = {f"attention-cpu.md/{score}": bench_attention(seq=16384, density=0.1, score=score)
             for score in ("planes", "moments")}
     page["attention-cpu.md/everything"] = bench_attention(seq=4096, density=1.0)
-    patterns = {f"bench/{pattern}-{order}-{score}": bench_attention(seq=2048, density=0.25, pattern=pattern, score=score,
-                                                                    selection=order)
+    patterns = {f"bench/{pattern}-{order}-{score}": bench_attention(seq=2048, density=0.25, pattern=pattern,
+                                                                    score=score, selection=order)
                 for pattern in ("topk", "mass", "topp") for order in ("causal", "lookahead")
                 for score in ("planes", "moments", "mean")}
-    others = {"bench/vertical_slash": bench_attention(seq=2048, density=0.25, pattern="vertical_slash", selection="lookahead"),
+    others = {"bench/vertical_slash": bench_attention(seq=2048, density=0.25, pattern="vertical_slash",
+                                                      selection="lookahead"),
               "bench/window": bench_attention(seq=2048, density=0.25, pattern="window")}
     return {**page, **patterns, **others}
 
@@ -205,8 +208,8 @@ def written_by(command, output):
         code, text, errors = run([program.path, *command], folder)
         if code != 0:
             return refusal(code, errors)
-        return {**{f"{path.suffix[1:]} file": short_hash(path.read_bytes()) for path in sorted(folder.glob(f"{output}*"))},
-                "printed": text}
+        files = sorted(folder.glob(f"{output}*"))
+        return {**{f"{path.suffix[1:]} file": short_hash(path.read_bytes()) for path in files}, "printed": text}
 
     return record
 
@@ -214,9 +217,10 @@ def written_by(command, output):
 def tasks():
     names = ("chunk_recall", "copy", "needle_single", "needle_multi_key", "needle_multi_value", "needle_multi_query",
              "variable_tracking", "common_words", "frequent_words", "associative_recall")
-    synth = ["data", "synth", "--sequences", "20", "--length", "512", "--min-length", "256", "--seed", "1", "--vocab-size",
-             "256", "--chunk", "8", "--needles", "4", "--values", "4", "--queries", "2", "--value-tokens", "1", "--hops", "4",
-             "--chains", "2", "--answers", "4", "--depth", "-1", "--min-distance", "-1"]
+    synth = ["data", "synth", "--sequences", "20", "--length", "512", "--min-length", "256", "--seed", "1",
+             "--vocab-size", "256", "--chunk", "8", "--needles", "4", "--values", "4", "--queries", "2",
+             "--value-tokens", "1", "--hops", "4", "--chains", "2", "--answers", "4", "--depth", "-1", "--min-distance",
+             "-1"]
     found = {f"data/{name}": written_by([*synth, "--task", name, "--output", "out"], "out") for name in names}
     for pool in ("chatqa2-like", "longalign-like"):
         lengths = ["data", "lengths", "--pool", pool, "--count", "1000", "--seed", "1", "--output", "out.txt"]
@@ -225,17 +229,18 @@ def tasks():
 
 
 TEXT = [(7 * i * i + 3 * i) % 64 for i in range(700)]
+EVALUATED = ("--max-tokens", "1000", "--threads", "1", "--device", "cpu", "--precision", "float32")
 REQUESTS = [{"score": {"tokens": TEXT[:n], "targets": k}} for n, k in ((20, 1), (300, 7), (650, 64), (700, 699))] + \
            [{"generate": {"prompts": [TEXT[:n], TEXT[5 : n + 100]], "max_new_tokens": 12}} for n in (10, 320, 580)]
 
 
 def answers(program, folder, attention):
-    """`eval serve`: log-likelihoods, and tokens generated from the cache. Generation asks after every token whether to go on;
-    a `true` too many is answered as a wrong request, which is not kept."""
+    """`eval serve`: log-likelihoods, and tokens generated from the cache. Generation asks after every token whether to
+    go on; a `true` too many is answered as a wrong request, which is not kept."""
     go_on = "true\n" * 2 * 12
     given = "".join(json.dumps(request) + "\n" + (go_on if "generate" in request else "") for request in REQUESTS)
-    code, text, errors = run([program.path, "eval", "serve", "--model", "run/final", "--attention", attention, "--max-tokens",
-                              "1000", "--threads", "1", "--device", "cpu", "--precision", "float32"], folder, given=given)
+    command = [program.path, "eval", "serve", "--model", "run/final", "--attention", attention, *EVALUATED]
+    code, text, errors = run(command, folder, given=given)
     if code != 0:
         return refusal(code, errors)
     lines = [json.loads(line) for line in text.splitlines()]
@@ -250,11 +255,10 @@ def evaluation(own, attention):
         refused = train(program, folder, own)
         if refused:
             return refused
-        made = run([program.path, "data", "synth", "--task", "copy", "--output", "text", "--sequences", "3", "--length", "900",
-                    "--min-length", "300", "--vocab-size", "64", "--chunk", "4", "--seed", "2"], folder)
-        code, _, errors = run([program.path, "eval", "ppl", "--model", "run/final", "--attention", attention, "--max-tokens",
-                               "1000", "--data", "text", "--sequences", "0", "--threads", "1", "--device", "cpu", "--precision",
-                               "float32", "--json", "ppl.json"], folder)
+        made = run([program.path, "data", "synth", "--task", "copy", "--output", "text", "--sequences", "3", "--length",
+                    "900", "--min-length", "300", "--vocab-size", "64", "--chunk", "4", "--seed", "2"], folder)
+        command = [program.path, "eval", "ppl", "--model", "run/final", "--attention", attention, *EVALUATED]
+        code, _, errors = run([*command, "--data", "text", "--sequences", "0", "--json", "ppl.json"], folder)
         if made[0] != 0 or code != 0:
             return refusal(max(made[0], code), made[2] + errors)
         found = {"perplexity": json.loads((folder / "ppl.json").read_text(encoding="utf-8")),
@@ -271,8 +275,8 @@ def evaluations():
 
 
 def cases():
-    found = {f"commands/{name}": make for name, make in {**simulations(), **rings(), **bench_attentions(), **benchmarks(),
-                                                        **tasks()}.items()}
+    groups = {**simulations(), **rings(), **bench_attentions(), **benchmarks(), **tasks()}
+    found = {f"commands/{name}": make for name, make in groups.items()}
     found.update({f"commands/papers.md/512K-{profile}": half_a_million_tokens(profile)
                   for profile in ("a100-analytic", "h200-analytic")})
     found.update(evaluations())

@@ -26,7 +26,7 @@ def opened(path):
     """The program, with what it can be told."""
     path = pathlib.Path(path).resolve()
     if not os.access(path, os.X_OK):
-        raise RecordError(f"{path}: no program; build one, for example: cmake --preset dev && cmake --build --preset dev")
+        raise RecordError(f"{path}: no program; build one: cmake --preset dev && cmake --build --preset dev")
     arguments = {command: frozenset(ARGUMENT.findall(asked(path, *command.split(), "--help")))
                  for command in ("simulate", "bench attention")}
     return Program(path, frozenset(OPTION.findall(asked(path, "config", "--markdown"))), arguments)
@@ -65,9 +65,9 @@ def compiler(path):
 def commit(path):
     """The commit that the program's sources are at, where the program was built after it."""
     source = cached(path, "CMAKE_HOME_DIRECTORY") or "/"
-    git = ["git", "-C", source]
-    name = subprocess.run([*git, "describe", "--always", "--dirty", "--abbrev=7"], capture_output=True, text=True, check=False)
-    made = subprocess.run([*git, "show", "--no-patch", "--format=%ct"], capture_output=True, text=True, check=False)
+    questions = (["describe", "--always", "--dirty", "--abbrev=7"], ["show", "--no-patch", "--format=%ct"])
+    name, made = (subprocess.run(["git", "-C", source, *words], capture_output=True, text=True, check=False)
+                  for words in questions)
     if name.returncode != 0 or made.returncode != 0 or path.stat().st_mtime < int(made.stdout):
         return ""
     return name.stdout.strip()
@@ -85,8 +85,9 @@ def meaning(path):
     tree = ast.parse(path.read_text(encoding="utf-8"))
     for node in ast.walk(tree):
         body = getattr(node, "body", None)
-        if isinstance(body, list) and body and isinstance(body[0], ast.Expr) and isinstance(body[0].value, ast.Constant):
-            body[0] = ast.Pass()
+        if isinstance(body, list) and body and isinstance(body[0], ast.Expr):
+            if isinstance(body[0].value, ast.Constant):
+                body[0] = ast.Pass()
     return ast.dump(tree)
 
 
@@ -103,7 +104,7 @@ def header(program):
 
 
 def settings_case(program, options, arguments):
-    """Options that no case writes, so that a default applies, and options that cases write but the program does not have."""
+    """Options that no case writes, so that a default applies, and options that cases write but the program lacks."""
     found = {"run.yaml, not written": sorted(program.options - options),
              "run.yaml, not known": sorted(options - program.options)}
     for command, written in arguments.items():

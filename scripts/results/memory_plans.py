@@ -1,5 +1,5 @@
-"""Memory plans that `train` prints before its first step. Twenty runs far larger than the address space that they are given,
-so that every one ends with its plan, in a moment and on any machine."""
+"""Memory plans that `train` prints before its first step. Twenty runs far larger than the address space that they are
+given, so that every one ends with its plan, in a moment and on any machine."""
 
 import json
 import re
@@ -32,8 +32,8 @@ def blocks(pattern, **more):
 
 
 SLASHES = blocks("vertical_slash", selection="lookahead", query_block=128, vertical_cap=4096, slash_cap=256)
-BALANCE = {"balance.batching": "sab", "balance.ordering": "auto", "balance.tuning": "optimal", "balance.profile": "h200",
-           "balance.max_budget": 16384}
+BALANCE = {"balance.batching": "sab", "balance.ordering": "auto", "balance.tuning": "optimal",
+           "balance.profile": "h200", "balance.max_budget": 16384}
 BIG, BIGGER = model(QWEN_3B), model(LLAMA_8B)
 CONFIGURATIONS = {
     "3b-32k-dense": {**BIG, **tokens(32768), **blocks("dense")},
@@ -44,16 +44,20 @@ CONFIGURATIONS = {
     "3b-32k-mass-lookahead": {**BIG, **tokens(32768), **blocks("mass", selection="lookahead")},
     "3b-128k-topk-planes": {**BIG, **tokens(131072), **blocks("topk")},
     "3b-128k-topk-exact": {**BIG, **tokens(131072), **blocks("topk", score="moments", score_tokens=1)},
-    "3b-128k-block-mean": {**BIG, **tokens(131072), **blocks("topk", selection="lookahead", score="mean", query_block=128)},
+    "3b-128k-block-mean": {**BIG, **tokens(131072),
+                           **blocks("topk", selection="lookahead", score="mean", query_block=128)},
     "3b-128k-window": {**BIG, **tokens(131072), **blocks("window")},
     "3b-512k-vertical_slash": {**BIG, **tokens(524288), **SLASHES},
     "3b-512k-vertical_slash-cp8": {**BIG, **tokens(524288), **SLASHES, **layout(cp=8)},
-    "3b-128k-mass-cp4-machines-of-2": {**BIG, **tokens(131072), **blocks("mass"), **layout(cp=4), "parallel.node_size": 2},
+    "3b-128k-mass-cp4-machines-of-2": {**BIG, **tokens(131072), **blocks("mass"), **layout(cp=4),
+                                       "parallel.node_size": 2},
     "3b-32k-mass-dp2-pp2-tp2": {**BIG, **tokens(32768), **blocks("mass"), **layout(dp=2, pp=2, tp=2)},
     "3b-128k-mass-pp2-cp2": {**BIG, **tokens(131072), **blocks("mass"), **layout(pp=2, cp=2)},
     "3b-64k-balanced-dp2-pp2": {**BIG, **tokens(65536), **blocks("mass"), **BALANCE, **layout(dp=2, pp=2)},
-    "3b-128k-pieces-16k": {**BIG, **tokens(131072), **blocks("mass"), "balance.chunk": 16384, "train.recompute": "chunk"},
-    "3b-128k-pieces-16k-pp2-cp2": {**BIG, **tokens(131072), **blocks("topk"), "balance.chunk": 16384, **layout(pp=2, cp=2)},
+    "3b-128k-pieces-16k": {**BIG, **tokens(131072), **blocks("mass"), "balance.chunk": 16384,
+                           "train.recompute": "chunk"},
+    "3b-128k-pieces-16k-pp2-cp2": {**BIG, **tokens(131072), **blocks("topk"), "balance.chunk": 16384,
+                                   **layout(pp=2, cp=2)},
     "3b-128k-adapters": {**BIG, **tokens(131072), **blocks("mass"), **ADAPTERS, "lora.rank": 32},
     "8b-32k-mass-bfloat16-moments": {**BIGGER, **tokens(32768, 2), **blocks("mass"), "optimizer.moments": "bfloat16"},
     "8b-128k-topp-block-256": {**BIGGER, **tokens(131072), **blocks("topp", block=256, query_block=32)},

@@ -1,8 +1,8 @@
-"""Settings of the recorded trainings, written out in full: nothing is left to a default of the program, since defaults are
-among the things that may change between two records."""
+"""Settings of the recorded trainings, written out in full: nothing is left to a default of the program, since defaults
+are among the things that may change between two records."""
 
-# Every option of run.yaml that applies to a small run on the CPU. Beta1 is 0 and nothing is clipped, so that AdamW's first
-# moment in a checkpoint is the gradient of the last step, to the bit.
+# Every option of run.yaml that applies to a small run on the CPU. Beta1 is 0 and nothing is clipped, so that AdamW's
+# first moment in a checkpoint is the gradient of the last step, to the bit.
 BASE = {
     "device": "cpu",
     "model.save_dtype": "float32",

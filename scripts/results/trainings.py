@@ -82,7 +82,8 @@ def pieces_of_sequences():
     whole = {f"{pattern}/one-rank/{tokens}": {**PATTERNS[pattern], "balance.chunk": tokens}
              for pattern in ("dense", "mass-planes", "mass-moments", "topk-planes", "topp-planes", "window")
              for tokens in (128, 448)}
-    shared = {f"{pattern}/{layout_name(sizes)}/128": {**PATTERNS[pattern], **layout(**dict(zip(KINDS, sizes))), "balance.chunk": 128}
+    shared = {f"{pattern}/{layout_name(sizes)}/128": {**PATTERNS[pattern], **layout(**dict(zip(KINDS, sizes))),
+                                                      "balance.chunk": 128}
               for pattern in ("dense", "mass-planes", "topk-planes", "window")
               for sizes in ((2, 1, 1, 1), (1, 2, 1, 1), (1, 1, 2, 1), (1, 1, 1, 2), (1, 2, 2, 1))}
     levels = {f"{pattern}/recompute-{level}": {**PATTERNS[pattern], "balance.chunk": 128, "train.recompute": level}
@@ -114,7 +115,8 @@ def models_and_memory():
         "vertical_slash-recompute-layer": {**PATTERNS["vertical_slash"], "train.recompute": "layer"},
         "sequence_mean": {**sparse, "batch.loss": "sequence_mean"},
         "bfloat16-moments": {**sparse, "optimizer.moments": "bfloat16"},
-        "clipped-cosine": {**sparse, "optimizer.max_grad_norm": 0.1, "optimizer.schedule": "cosine", "train.max_steps": 3},
+        "clipped-cosine": {**sparse, "optimizer.max_grad_norm": 0.1, "optimizer.schedule": "cosine",
+                           "train.max_steps": 3},
         "threads-2": {**sparse, "train.threads": 2},
         "validated": {**sparse, "train.validation_steps": 1, "train.validation_sequences": 4},
         "validated-dense": {**sparse, "train.validation_sequences": 4, "train.validation_attention": "dense"},
@@ -152,7 +154,8 @@ def balanced():
 def resumptions():
     balance = balanced()
     return {
-        **{name: PATTERNS[name] for name in ("dense", "mass-planes", "mass-lookahead", "topk-planes", "vertical_slash")},
+        **{name: PATTERNS[name]
+           for name in ("dense", "mass-planes", "mass-lookahead", "topk-planes", "vertical_slash")},
         "mass-planes/dp2-cp2": {**PATTERNS["mass-planes"], **layout(dp=2, cp=2)},
         "mass-planes/pp2-tp2": {**PATTERNS["mass-planes"], **layout(pp=2, tp=2)},
         "bfloat16-moments": {**PATTERNS["mass-planes"], "optimizer.moments": "bfloat16"},
