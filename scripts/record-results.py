@@ -10,7 +10,8 @@ usage: record-results.py --program P [--out FILE] [--only PREFIX] [--jobs N]   r
 All settings are written out (scripts/results/settings.py), so that a changed default changes nothing here. A record
 that was interrupted goes on with the same command. Everything is compared to the bit; times are left out. --intended
 names a file with lines `PATTERN -- reason`, the pattern as in a shell, over what the comparison prints before the
-values; a reason without a difference fails, too. Two records compare only if kernels, compiler and scripts/results are the same."""
+values; a reason without a difference fails, too. Two records compare only if kernels, compiler and scripts/results are
+the same."""
 
 import argparse
 import concurrent.futures
