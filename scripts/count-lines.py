@@ -79,7 +79,7 @@ def longest_functions(texts):
 def duplicates(tree):
     if shutil.which("duplicates") is None:
         return "the command `duplicates` is not here: not counted"
-    done = subprocess.run(["duplicates", "--repo", tree, "--most", "40", "--seconds", "120"], capture_output=True,
+    done = subprocess.run(["duplicates", "--repo", tree, "--most", "40", "--seconds", "600"], capture_output=True,
                           text=True, check=False)
     return done.stdout.strip()
 
