@@ -1,16 +1,17 @@
 #!/usr/bin/env python3
-"""Records what a program does today, so that it can be compared with what it does after a change: losses of every layout
-and pattern, gradients, plans, memory plans, the tables of docs/results.
+"""Records what a program does today, so that it can be compared with what it does after a change: losses of every
+layout and pattern, gradients, plans, memory plans, the tables of docs/results.
 
 usage: record-results.py --program P [--out FILE] [--only PREFIX] [--jobs N]   records, into build/record/COMMIT.json
        record-results.py --compare A B [--only PREFIX] [--intended FILE]       fails where two records differ
        record-results.py --list                                                names the cases
        record-results.py --self-test
 
-All settings are written out (scripts/results/settings.py), so that a changed default changes nothing here. A record that was
-interrupted goes on with the same command. Everything is compared to the bit; times are left out. --intended names a file
-with lines `PATTERN -- reason`, the pattern as in a shell, over what the comparison prints before the values; a reason
-without a difference fails, too. Two records compare only if kernels, compiler and scripts/results are the same."""
+All settings are written out (scripts/results/settings.py), so that a changed default changes nothing here. A record
+that was interrupted goes on with the same command. Everything is compared to the bit; times are left out. --intended
+names a file with lines `PATTERN -- reason`, the pattern as in a shell, over what the comparison prints before the
+values; a reason without a difference fails, too. Two records compare only if kernels, compiler and scripts/results are
+the same."""
 
 import argparse
 import concurrent.futures
@@ -52,9 +53,10 @@ def begun(path, made_by):
     if not path.exists():
         return {"header": made_by, "cases": {}}
     found = read(path)
-    if found.get("header") != made_by:
+    same = [{key: value for key, value in of.items() if key != "commit"} for of in (found.get("header", {}), made_by)]
+    if same[0] != same[1]:
         raise RecordError(f"{path}: a record of another program, machine or version of scripts/results; remove it, or "
-                          "choose another --out")  # fmt: skip
+                          "choose another --out")
     return found
 
 
@@ -66,7 +68,7 @@ def run_case(case, program):
 def record(program, path, only, jobs):
     start = time.monotonic()
     content = begun(path, header.header(program))
-    content["cases"]["settings"] = header.settings_case(program, WRITTEN)
+    content["cases"]["settings"] = header.settings_case(program, WRITTEN, commands.WRITTEN)
     left = [case for case in all_cases() if case.name.startswith(only) and case.name not in content["cases"]]
     if not left and not any(name.startswith(only) for name in content["cases"]):
         raise RecordError(f"no case begins with '{only}'; --list names them")
@@ -88,8 +90,9 @@ def record(program, path, only, jobs):
     refused = sorted(name for name, values in content["cases"].items() if "error" in values)
     for name in refused:
         print(f"refused: {name}: {content['cases'][name]['error']}")
-    print(f"{path}: {len(content['cases'])} cases, {sum(map(len, content['cases'].values()))} values, {len(refused)} refused; "
-          f"{len(left)} run now in {time.monotonic() - start:.0f} s, {used.ru_utime + used.ru_stime:.0f} s of the processor")  # fmt: skip
+    values = sum(map(len, content["cases"].values()))
+    print(f"{path}: {len(content['cases'])} cases, {values} values, {len(refused)} refused; {len(left)} run now in "
+          f"{time.monotonic() - start:.0f} s, {used.ru_utime + used.ru_stime:.0f} s of the processor")
     return 0
 
 
@@ -123,8 +126,8 @@ def main():
         program = header.opened(arguments.program)
         commit = header.commit(program.path)
         if not (arguments.out or commit):
-            raise RecordError("the program is not of a commit that can be told (its sources have moved on since it was built, "
-                              "or are elsewhere): build it again, or name a file with --out")
+            raise RecordError("the program's commit cannot be told (its sources have moved on since it was built, or "
+                              "are elsewhere): build it again, or name a file with --out")
         return record(program, arguments.out or ROOT / f"build/record/{commit}.json", arguments.only, arguments.jobs)
     except RecordError as error:
         print(f"record-results: {error}", file=sys.stderr)

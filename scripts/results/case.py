@@ -41,10 +41,10 @@ def run(command, folder, address_space=None, given=None):
     before = (lambda: limit_address_space(address_space)) if address_space else None
     try:
         done = subprocess.run([str(word) for word in command], cwd=folder, capture_output=True, text=True, check=False,
-                              timeout=MOST_SECONDS, preexec_fn=before, input=given)  # fmt: skip
+                              timeout=MOST_SECONDS, preexec_fn=before, input=given)
     except subprocess.TimeoutExpired:
-        raise RecordError(f"{' '.join(map(str, command))}: took longer than {MOST_SECONDS} s, so nothing was recorded of "
-                          "it; run the same command on a quieter machine to go on") from None  # fmt: skip
+        raise RecordError(f"{' '.join(map(str, command))}: took longer than {MOST_SECONDS} s, so nothing was recorded "
+                          "of it; run the same command on a quieter machine to go on") from None
     return done.returncode, done.stdout, done.stderr
 
 

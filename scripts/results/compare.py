@@ -12,12 +12,12 @@ def check(first, second):
     one, other = first["header"]["must agree"], second["header"]["must agree"]
     for key in sorted(one.keys() | other.keys()):
         if one.get(key) != other.get(key):
-            raise RecordError(f"the records cannot be compared: {key} is {one.get(key, 'not set')} in the first and "
-                              f"{other.get(key, 'not set')} in the second; make both on one machine, with one compiler and "
-                              "one environment")  # fmt: skip
+            values = [of.get(key, "not set") for of in (one, other)]
+            raise RecordError(f"the records cannot be compared: {key} is {values[0]} in the first and {values[1]} in "
+                              "the second; make both on one machine, with one compiler and one environment")
     if first["header"]["cases by"] != second["header"]["cases by"]:
-        raise RecordError("the records cannot be compared: they were made by different versions of scripts/results, so that "
-                          "equal names may mean different settings; make both with one version")  # fmt: skip
+        raise RecordError("the records cannot be compared: they were made by different versions of scripts/results, so "
+                          "that equal names may mean different settings; make both with one version")
 
 
 def distance(one, other):
@@ -53,13 +53,14 @@ def intended(text):
         if line:
             pattern, separator, reason = line.partition(" -- ")
             if not separator or not reason.strip():
-                raise RecordError(f"line {number} of the intended differences: expected 'PATTERN -- reason', found '{line}'")
+                raise RecordError(f"line {number} of the intended differences: expected 'PATTERN -- reason', found "
+                                  f"'{line}'")
             found.append((pattern.strip(), reason.strip()))
     return found
 
 
 def report(first, second, only="", patterns=()):
-    """Lines to print, and whether all is as it should be: no difference without a reason, no reason without a difference."""
+    """Lines to print, and whether all is well: no difference without a reason, no reason without a difference."""
     check(first, second)
     found, cases, count = differences(first, second, only)
     if cases == 0:

@@ -1,5 +1,5 @@
-"""Memory plans that `train` prints before its first step. Twenty runs far larger than the address space that they are given,
-so that every one ends with its plan, in a moment and on any machine."""
+"""Memory plans that `train` prints before its first step. Twenty runs far larger than the address space that they are
+given, so that every one ends with its plan, in a moment and on any machine."""
 
 import json
 import re
@@ -10,10 +10,10 @@ from results.settings import ADAPTERS, BASE, attention, layout, nested, ranks_of
 ADDRESS_SPACE = 4 << 30
 
 QWEN_3B = {"vocab_size": 151936, "hidden_size": 2048, "intermediate_size": 11008, "num_hidden_layers": 36,
-           "num_attention_heads": 16, "num_key_value_heads": 2, "head_dim": 128}  # fmt: skip
+           "num_attention_heads": 16, "num_key_value_heads": 2, "head_dim": 128}
 LLAMA_8B = {"model_type": "llama", "vocab_size": 128256, "hidden_size": 4096, "intermediate_size": 14336,
             "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128,
-            "tie_word_embeddings": False, "rope_theta": 500000}  # fmt: skip
+            "tie_word_embeddings": False, "rope_theta": 500000}
 
 
 def model(shape):
@@ -23,7 +23,7 @@ def model(shape):
 def tokens(count, sequences=1):
     return {"data.max_sequence_length": count, "data.synthetic.length": count, "data.synthetic.min_length": 0,
             "batch.micro_batch_sequences": sequences, "batch.micro_batch_tokens": count * sequences,
-            "train.loss_chunk": 1024, "train.layer_chunk": 32768}  # fmt: skip
+            "train.loss_chunk": 1024, "train.layer_chunk": 32768}
 
 
 def blocks(pattern, **more):
@@ -32,8 +32,8 @@ def blocks(pattern, **more):
 
 
 SLASHES = blocks("vertical_slash", selection="lookahead", query_block=128, vertical_cap=4096, slash_cap=256)
-BALANCE = {"balance.batching": "sab", "balance.ordering": "auto", "balance.tuning": "optimal", "balance.profile": "h200",
-           "balance.max_budget": 16384}  # fmt: skip
+BALANCE = {"balance.batching": "sab", "balance.ordering": "auto", "balance.tuning": "optimal",
+           "balance.profile": "h200", "balance.max_budget": 16384}
 BIG, BIGGER = model(QWEN_3B), model(LLAMA_8B)
 CONFIGURATIONS = {
     "3b-32k-dense": {**BIG, **tokens(32768), **blocks("dense")},
@@ -44,20 +44,24 @@ CONFIGURATIONS = {
     "3b-32k-mass-lookahead": {**BIG, **tokens(32768), **blocks("mass", selection="lookahead")},
     "3b-128k-topk-planes": {**BIG, **tokens(131072), **blocks("topk")},
     "3b-128k-topk-exact": {**BIG, **tokens(131072), **blocks("topk", score="moments", score_tokens=1)},
-    "3b-128k-block-mean": {**BIG, **tokens(131072), **blocks("topk", selection="lookahead", score="mean", query_block=128)},
+    "3b-128k-block-mean": {**BIG, **tokens(131072),
+                           **blocks("topk", selection="lookahead", score="mean", query_block=128)},
     "3b-128k-window": {**BIG, **tokens(131072), **blocks("window")},
     "3b-512k-vertical_slash": {**BIG, **tokens(524288), **SLASHES},
     "3b-512k-vertical_slash-cp8": {**BIG, **tokens(524288), **SLASHES, **layout(cp=8)},
-    "3b-128k-mass-cp4-machines-of-2": {**BIG, **tokens(131072), **blocks("mass"), **layout(cp=4), "parallel.node_size": 2},
+    "3b-128k-mass-cp4-machines-of-2": {**BIG, **tokens(131072), **blocks("mass"), **layout(cp=4),
+                                       "parallel.node_size": 2},
     "3b-32k-mass-dp2-pp2-tp2": {**BIG, **tokens(32768), **blocks("mass"), **layout(dp=2, pp=2, tp=2)},
     "3b-128k-mass-pp2-cp2": {**BIG, **tokens(131072), **blocks("mass"), **layout(pp=2, cp=2)},
     "3b-64k-balanced-dp2-pp2": {**BIG, **tokens(65536), **blocks("mass"), **BALANCE, **layout(dp=2, pp=2)},
-    "3b-128k-pieces-16k": {**BIG, **tokens(131072), **blocks("mass"), "balance.chunk": 16384, "train.recompute": "chunk"},
-    "3b-128k-pieces-16k-pp2-cp2": {**BIG, **tokens(131072), **blocks("topk"), "balance.chunk": 16384, **layout(pp=2, cp=2)},
+    "3b-128k-pieces-16k": {**BIG, **tokens(131072), **blocks("mass"), "balance.chunk": 16384,
+                           "train.recompute": "chunk"},
+    "3b-128k-pieces-16k-pp2-cp2": {**BIG, **tokens(131072), **blocks("topk"), "balance.chunk": 16384,
+                                   **layout(pp=2, cp=2)},
     "3b-128k-adapters": {**BIG, **tokens(131072), **blocks("mass"), **ADAPTERS, "lora.rank": 32},
     "8b-32k-mass-bfloat16-moments": {**BIGGER, **tokens(32768, 2), **blocks("mass"), "optimizer.moments": "bfloat16"},
     "8b-128k-topp-block-256": {**BIGGER, **tokens(131072), **blocks("topp", block=256, query_block=32)},
-}  # fmt: skip
+}
 
 
 def printed_plans(text):

@@ -1,8 +1,8 @@
-"""Settings of the recorded trainings, written out in full: nothing is left to a default of the program, since defaults are
-among the things that may change between two records."""
+"""Settings of the recorded trainings, written out in full: nothing is left to a default of the program, since defaults
+are among the things that may change between two records."""
 
-# Every option of run.yaml that applies to a small run on the CPU. Beta1 is 0 and nothing is clipped, so that AdamW's first
-# moment in a checkpoint is the gradient of the last step, to the bit.
+# Every option of run.yaml that applies to a small run on the CPU. Beta1 is 0 and nothing is clipped, so that AdamW's
+# first moment in a checkpoint is the gradient of the last step, to the bit.
 BASE = {
     "device": "cpu",
     "model.save_dtype": "float32",
@@ -180,7 +180,7 @@ def scored_patterns():
     """Every pattern that ranks blocks, in both orders, by every score."""
     return {f"{pattern}-{selection}-{score}": attention(pattern, selection=selection, **how)
             for pattern in ("mass", "topk", "topp") for selection in ("causal", "lookahead")
-            for score, how in SCORES.items()}  # fmt: skip
+            for score, how in SCORES.items()}
 
 
 SHAPES = {
@@ -204,7 +204,7 @@ SHAPED = {"mass": {}, "topk": {}, "topp": {}, "vertical_slash": {"selection": "l
 
 def shaped_patterns():
     return {f"{pattern}-{shape}": attention(pattern, **how, **more)
-            for pattern, how in SHAPED.items() for shape, more in SHAPES.items()}  # fmt: skip
+            for pattern, how in SHAPED.items() for shape, more in SHAPES.items()}
 
 
 COLUMNS_AND_DIAGONALS = {
@@ -217,10 +217,12 @@ COLUMNS_AND_DIAGONALS = {
 
 # dp, pp, cp, tp: each alone, and their products on up to 8 ranks.
 LAYOUTS = [
-    (1, 1, 1, 1), (2, 1, 1, 1), (1, 2, 1, 1), (1, 1, 2, 1), (1, 1, 1, 2), (3, 1, 1, 1), (1, 3, 1, 1), (1, 1, 3, 1),
-    (4, 1, 1, 1), (1, 4, 1, 1), (1, 1, 4, 1), (1, 1, 1, 4), (2, 2, 1, 1), (2, 1, 2, 1), (2, 1, 1, 2), (1, 2, 2, 1),
-    (1, 2, 1, 2), (1, 1, 2, 2), (1, 1, 8, 1), (2, 2, 2, 1), (2, 2, 1, 2), (2, 1, 2, 2), (1, 2, 2, 2),
-]  # fmt: skip
+    (1, 1, 1, 1), (2, 1, 1, 1), (1, 2, 1, 1), (1, 1, 2, 1), (1, 1, 1, 2), (1, 1, 3, 1), (1, 1, 4, 1), (1, 1, 1, 4),
+    (2, 2, 1, 1), (2, 1, 2, 1), (2, 1, 1, 2), (1, 2, 2, 1), (1, 2, 1, 2), (1, 1, 2, 2), (1, 1, 8, 1), (1, 2, 2, 2),
+]
+# More ranks that see other sequences or layers: attention runs there as on two.
+MORE_LAYOUTS = [(3, 1, 1, 1), (1, 3, 1, 1), (4, 1, 1, 1), (1, 4, 1, 1), (2, 2, 2, 1), (2, 2, 1, 2), (2, 1, 2, 2)]
+MORE_PATTERNS = ("dense", "mass-planes", "mass-lookahead", "vertical_slash")
 KINDS = ("dp", "pp", "cp", "tp")
 
 

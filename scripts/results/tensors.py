@@ -31,7 +31,7 @@ def norm(dtype, data):
 def hashes(path, prefix=""):
     """{name: {"hash", "norm"}} of the tensors whose names begin with the prefix."""
     return {name[len(prefix) :]: {"hash": short_hash(data), "norm": norm(dtype, data)}
-            for name, dtype, data in tensors(path) if name.startswith(prefix)}  # fmt: skip
+            for name, dtype, data in tensors(path) if name.startswith(prefix)}
 
 
 def one_hash(path):

@@ -5,13 +5,13 @@ import re
 import shutil
 
 from results.case import Case, flat, json_lines, refusal, run
-from results.settings import (ADAPTERS, BASE, COLUMNS_AND_DIAGONALS, LAYOUTS, KINDS, PATTERNS, YARN, layout,
-                              layout_name, nested, ranks_of, scored_patterns, shaped_patterns)  # fmt: skip
+from results.settings import (ADAPTERS, BASE, COLUMNS_AND_DIAGONALS, KINDS, LAYOUTS, MORE_LAYOUTS, MORE_PATTERNS,
+                              PATTERNS, YARN, layout, layout_name, nested, ranks_of, scored_patterns, shaped_patterns)
 from results.tensors import hashes, one_hash
 
 # Of metrics.jsonl: what a clock says, or follows from it.
 TIMED = re.compile(r"step_ms|tokens_per_second|(executed_)?gflops_per_second|mfu|executed_utilization|measured_.*|"
-                   r"prediction_error.*|imbalance|rank_imbalance|bubble_percent|planning_.*")  # fmt: skip
+                   r"prediction_error.*|imbalance|rank_imbalance|bubble_percent|planning_.*")
 
 
 def is_timed(key):
@@ -38,11 +38,11 @@ def trained(output):
     checkpoint = newest_checkpoint(output)
     found = {f"step {line['step']}{' validation' if 'validation_loss' in line else ''}":
              {key: value for key, value in line.items() if key != "step" and not is_timed(key)}
-             for line in lines}  # fmt: skip
+             for line in lines}
     found["gradient"] = hashes(checkpoint / "optimizer.safetensors", "exp_avg.")
     # Weights, adapters, what selection learned.
     found["saved"] = {path.name: one_hash(path) for path in sorted(checkpoint.rglob("*.safetensors"))
-                      if path.name != "optimizer.safetensors"}  # fmt: skip
+                      if path.name != "optimizer.safetensors"}
     if (output / "coverage.json").exists():
         found["coverage.json"] = json.loads((output / "coverage.json").read_text(encoding="utf-8"))
     found["plan.jsonl"] = [line for line in json_lines(output / "plan.jsonl") if "measured" not in line]
@@ -78,28 +78,25 @@ def resumed(own):
     return record
 
 
-def pieces(tokens, **more):
-    return {"balance.chunk": tokens, **more}
-
-
 def pieces_of_sequences():
-    whole = {f"{pattern}/one-rank/{tokens}": {**PATTERNS[pattern], **pieces(tokens)}
+    whole = {f"{pattern}/one-rank/{tokens}": {**PATTERNS[pattern], "balance.chunk": tokens}
              for pattern in ("dense", "mass-planes", "mass-moments", "topk-planes", "topp-planes", "window")
-             for tokens in (128, 448)}  # fmt: skip
-    shared = {f"{pattern}/{layout_name(sizes)}/128": {**PATTERNS[pattern], **layout(**dict(zip(KINDS, sizes))), **pieces(128)}
+             for tokens in (128, 448)}
+    shared = {f"{pattern}/{layout_name(sizes)}/128": {**PATTERNS[pattern], **layout(**dict(zip(KINDS, sizes))),
+                                                      "balance.chunk": 128}
               for pattern in ("dense", "mass-planes", "topk-planes", "window")
-              for sizes in ((2, 1, 1, 1), (1, 2, 1, 1), (1, 1, 2, 1), (1, 1, 1, 2), (1, 2, 2, 1))}  # fmt: skip
-    levels = {f"{pattern}/recompute-{level}": {**PATTERNS[pattern], **pieces(128), "train.recompute": level}
-              for pattern in ("dense", "mass-planes") for level in ("none", "layer", "chunk")}  # fmt: skip
+              for sizes in ((2, 1, 1, 1), (1, 2, 1, 1), (1, 1, 2, 1), (1, 1, 1, 2), (1, 2, 2, 1))}
+    levels = {f"{pattern}/recompute-{level}": {**PATTERNS[pattern], "balance.chunk": 128, "train.recompute": level}
+              for pattern in ("dense", "mass-planes") for level in ("none", "layer", "chunk")}
     return {**whole, **shared, **levels}
 
 
 def rings():
     patterns = ("dense", "mass-planes", "topk-moments", "mass-lookahead", "vertical_slash", "window")
     placed = {f"{pattern}/cp3/{placement}": {**PATTERNS[pattern], **layout(cp=3), "parallel.placement": placement}
-              for pattern in patterns for placement in ("striped", "shifted", "zigzag")}  # fmt: skip
+              for pattern in patterns for placement in ("striped", "shifted", "zigzag")}
     hierarchical = {f"{pattern}/cp4/machines-of-2": {**PATTERNS[pattern], **layout(cp=4), "parallel.node_size": 2}
-                    for pattern in patterns}  # fmt: skip
+                    for pattern in patterns}
     return {**placed, **hierarchical}
 
 
@@ -118,7 +115,8 @@ def models_and_memory():
         "vertical_slash-recompute-layer": {**PATTERNS["vertical_slash"], "train.recompute": "layer"},
         "sequence_mean": {**sparse, "batch.loss": "sequence_mean"},
         "bfloat16-moments": {**sparse, "optimizer.moments": "bfloat16"},
-        "clipped-cosine": {**sparse, "optimizer.max_grad_norm": 0.1, "optimizer.schedule": "cosine", "train.max_steps": 3},
+        "clipped-cosine": {**sparse, "optimizer.max_grad_norm": 0.1, "optimizer.schedule": "cosine",
+                           "train.max_steps": 3},
         "threads-2": {**sparse, "train.threads": 2},
         "validated": {**sparse, "train.validation_steps": 1, "train.validation_sequences": 4},
         "validated-dense": {**sparse, "train.validation_sequences": 4, "train.validation_attention": "dense"},
@@ -126,12 +124,12 @@ def models_and_memory():
         "adapters-dropout": {**sparse, **ADAPTERS, "lora.dropout": 0.1, "lora.rslora": True},
         "adapters/tp2": {**sparse, **ADAPTERS, **layout(tp=2)},
         "adapters/cp2": {**sparse, **ADAPTERS, **layout(cp=2)},
-    }  # fmt: skip
+    }
 
 
 def balanced():
     sab = {**PATTERNS["mass-planes"], "train.max_steps": 3, "balance.batching": "sab", "balance.ordering": "auto",
-           "balance.profile": "h200-analytic"}  # fmt: skip
+           "balance.profile": "h200-analytic"}
     anchor = {**sab, "balance.tuning": "anchor", "balance.max_budget": 1024}
     optimal, dp2, pp2 = {**anchor, "balance.tuning": "optimal"}, layout(dp=2), layout(pp=2)
     return {
@@ -156,7 +154,8 @@ def balanced():
 def resumptions():
     balance = balanced()
     return {
-        **{name: PATTERNS[name] for name in ("dense", "mass-planes", "mass-lookahead", "topk-planes", "vertical_slash")},
+        **{name: PATTERNS[name]
+           for name in ("dense", "mass-planes", "mass-lookahead", "topk-planes", "vertical_slash")},
         "mass-planes/dp2-cp2": {**PATTERNS["mass-planes"], **layout(dp=2, cp=2)},
         "mass-planes/pp2-tp2": {**PATTERNS["mass-planes"], **layout(pp=2, tp=2)},
         "bfloat16-moments": {**PATTERNS["mass-planes"], "optimizer.moments": "bfloat16"},
@@ -168,10 +167,11 @@ def resumptions():
 
 def cases():
     found = {f"layouts/{layout_name(sizes)}/{name}": {**own, **layout(**dict(zip(KINDS, sizes)))}
-             for sizes in LAYOUTS for name, own in PATTERNS.items()}  # fmt: skip
+             for sizes in (*LAYOUTS, *MORE_LAYOUTS) for name, own in PATTERNS.items()
+             if sizes in LAYOUTS or name in MORE_PATTERNS}
     for group, part in [("patterns", scored_patterns()), ("patterns", shaped_patterns()),
                         ("columns-and-diagonals", COLUMNS_AND_DIAGONALS), ("pieces", pieces_of_sequences()),
-                        ("rings", rings()), ("models", models_and_memory()), ("balanced", balanced())]:  # fmt: skip
+                        ("rings", rings()), ("models", models_and_memory()), ("balanced", balanced())]:
         found.update({f"{group}/{name}": own for name, own in part.items()})
     return [Case(name, one_training(own)) for name, own in found.items()] + \
-           [Case(f"resumed/{name}", resumed(own)) for name, own in resumptions().items()]  # fmt: skip
+           [Case(f"resumed/{name}", resumed(own)) for name, own in resumptions().items()]
