@@ -15,7 +15,7 @@ __global__ void kernel(Args args) {
   if constexpr (Rows < most) rest();
 }
 void launch(cudaStream_t stream) {
-  kernel<<<blocks, 128, 0, stream>>>(args);
+  launch_kernel(kernel, {blocks, 128, 0, stream}, args);
   check(cudaMemsetAsync(p, 0, sizeof(float), stream), "memset");
 }
 """
@@ -47,7 +47,7 @@ def run() -> int:
     text = sites.with_switches(KERNEL, found)
     expect("a switched barrier", "(mutant::is(1) ? (void)0 : (void)(__syncthreads()));" in text, True)
     expect("a switched bound", "(mutant::is(2) ? row > args.count : row >= args.count)" in text, True)
-    expect("a switched stream", "<<<blocks, 128, 0, mutant::stream(6, stream)>>>" in text, True)
+    expect("a switched stream", "{blocks, 128, 0, mutant::stream(6, stream)}" in text, True)
     moved = [s.key for s in sites.sites_of("src/a/kernel.cu", "\n\n" + KERNEL)]
     expect("keys after lines were added above", moved, [s.key for _, s in found])
     for failure in failures:

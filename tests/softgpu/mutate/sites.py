@@ -31,7 +31,8 @@ HOST_FOLDERS = ("src/attention/gpu", "src/parallel/ring/gpu", "src/comm/device",
 HOST_FILES = ("src/device/cuda.cpp", "src/device/event.cpp", "src/model/waiting/layer_inputs.cpp",
               "src/model/stage/slot.cpp", "src/model/stage/ends.cpp")
 # What says how an operation is done is not a use of it.
-DEFINITIONS = ("src/attention/gpu/hopper/ptx.cuh", "src/attention/gpu/hopper/wgmma.cuh")
+DEFINITIONS = ("src/attention/gpu/hopper/ptx.cuh", "src/attention/gpu/hopper/wgmma.cuh",
+               "src/attention/gpu/launch/early_ptx.cuh", "src/attention/gpu/portable/ptx.cuh", "src/device/kernel.cuh")
 
 
 @dataclass(frozen=True)
@@ -120,7 +121,8 @@ def sites_of(file: str, text: str) -> list[Site]:
                               f"{looser} instead of {left} {operator} {right}"))
         # Streams, where they are arguments of a launch or of a copy; names of parameters are not.
         for m in re.finditer(rf"(?<=[,(] )({STREAMS})(?=\)|,|>>>|\}})", code):
-            statement = code[max(code.rfind(";", 0, m.start()), code.rfind("{", 0, m.start())) + 1:m.start()]
+            # (Not cut at a brace: launch_kernel(kernel, {grid, block, 0, stream}, ...).)
+            statement = code[max(code.rfind(";", 0, m.start()), code.rfind("}", 0, m.start())) + 1:m.start()]
             if re.search(r"launch|cuda\w+\(|cuda::|<<<|check\(", statement) and "mutant" not in statement:
                 found.append((m.start(1), m.end(1), "stream",
                               f"mutant::stream({{id}}, {m.group(1)})", f"another stream than {m.group(1)}"))
