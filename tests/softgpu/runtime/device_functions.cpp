@@ -1,11 +1,9 @@
-// Devices, kernels' attributes and launches of the CUDA runtime.
+// Devices and launches of the CUDA runtime.
 #include <cuda.h>
 #include <cuda_runtime_api.h>
 
 #include <cstdio>
 #include <cstring>
-#include <map>
-#include <mutex>
 #include <utility>
 
 #include "softgpu/driver/encode_tensor_map.h"
@@ -20,17 +18,8 @@ namespace {
 
 thread_local int device_of_thread = 0;
 
-std::mutex attributes;
-std::map<std::pair<const void*, int>, size_t> dynamic_shared;  // that a kernel is allowed, by kernel and device
-
 bool exists(int device) {
   return device >= 0 && device < device_model().devices;
-}
-
-size_t allowed_shared(const void* function) {
-  const std::lock_guard lock(attributes);
-  const auto found = dynamic_shared.find({function, current_device()});
-  return std::max(found == dynamic_shared.end() ? 0 : found->second, device_limits().shared_per_block);
 }
 
 }  // namespace
@@ -48,9 +37,6 @@ cudaError_t enqueue_kernel(Kernel kernel) {
     return refused(error, "launch of %s: grid %u %u %u, block %u %u %u, %zu bytes of shared memory",
                    kernel.name().c_str(), kernel.grid.x, kernel.grid.y, kernel.grid.z, kernel.block.x, kernel.block.y,
                    kernel.block.z, kernel.dynamic_shared);
-  if (kernel.function != nullptr && kernel.dynamic_shared > allowed_shared(kernel.function))
-    return refused(cudaErrorInvalidValue, "launch of %s with %zu bytes of shared memory, but it is allowed %zu",
-                   kernel.name().c_str(), kernel.dynamic_shared, allowed_shared(kernel.function));
   if (stream->device != current_device())
     return refused(cudaErrorInvalidResourceHandle, "launch of %s on a stream of device %d, from device %d",
                    kernel.name().c_str(), stream->device, current_device());
@@ -125,25 +111,6 @@ cudaError_t cudaGetDeviceProperties(cudaDeviceProp* properties, int device) {
   properties->multiProcessorCount = model.limits.multiprocessors;
   properties->major = model.limits.major;
   properties->minor = model.limits.minor;
-  return result(cudaSuccess);
-}
-
-cudaError_t cudaFuncSetAttribute(const void* function, cudaFuncAttribute attribute, int value) {
-  if (attribute != cudaFuncAttributeMaxDynamicSharedMemorySize)
-    fail("attribute %d of kernels is not known here: add it in device_functions.cpp", attribute);
-  if (value < 0 || static_cast<size_t>(value) > device_limits().shared_per_block_most)
-    return refused(cudaErrorInvalidValue, "%s is to have %d bytes of shared memory", function_name(function).c_str(),
-                   value);
-  const std::lock_guard lock(attributes);
-  dynamic_shared[{function, current_device()}] = static_cast<size_t>(value);
-  return result(cudaSuccess);
-}
-
-cudaError_t cudaFuncGetName(const char** name, const void* function) {
-  static std::mutex mutex;
-  static auto* names = new std::map<const void*, std::string>;
-  const std::lock_guard lock(mutex);
-  *name = names->try_emplace(function, function_name(function)).first->second.c_str();
   return result(cudaSuccess);
 }
 

@@ -35,6 +35,11 @@ size_t rounded(size_t bytes, size_t to) {
   return (bytes + to - 1) / to * to;
 }
 
+void poison_borders(const Allocation& a) {
+  poison(a.pages, static_cast<size_t>(a.begin - a.pages));
+  poison(a.begin + a.bytes, static_cast<size_t>(a.pages + a.page_bytes - a.begin) - a.bytes);
+}
+
 void must(bool well, const char* what) {
   if (well) return;
   std::perror("softgpu");
@@ -75,6 +80,8 @@ char* DeviceMemory::place_for(size_t bytes) {
     if (from + whole <= end_) break;
     if (again) return nullptr;
     from = begin_;
+    unpoison(begin_, kAddresses);  // as if nothing had been there
+    for (const auto& [begin, allocation] : live_) poison_borders(allocation);
   }
   next_ = from + whole;
   return from + kPage;
@@ -108,16 +115,13 @@ char* DeviceMemory::allocate(size_t bytes, Allocation::Kind kind, int device) {
   const size_t page_bytes = rounded(rounded(bytes == 0 ? 1 : bytes, kAlignment), kPage);
   char* pages = place_for(page_bytes);
   if (pages == nullptr) return nullptr;
-  unpoison(pages, page_bytes);
   fill(pages, page_bytes);
   Allocation made{nullptr, bytes, kind, device, pages, page_bytes};
   // At the end of its pages, as near as its alignment lets it.
   made.begin = pages + page_bytes - rounded(bytes == 0 ? 1 : bytes, kAlignment);
-  const size_t before = static_cast<size_t>(made.begin - pages), behind = page_bytes - before - bytes;
-  std::memset(pages, kBorder, before);
-  std::memset(made.begin + bytes, kBorder, behind);
-  poison(pages, before);
-  poison(made.begin + bytes, behind);
+  std::memset(pages, kBorder, static_cast<size_t>(made.begin - pages));
+  std::memset(made.begin + bytes, kBorder, static_cast<size_t>(pages + page_bytes - made.begin) - bytes);
+  poison_borders(made);
   live_.emplace(made.begin, made);
   if (kind == Allocation::Kind::device && !open_) protect(made, false);
   return made.begin;
@@ -141,10 +145,10 @@ bool DeviceMemory::release(void* memory, Allocation::Kind kind) {
   if (found == live_.end() || found->second.kind != kind) return false;
   const Allocation gone = found->second;
   if (kind == Allocation::Kind::device && !open_) protect(gone, true);
-  unpoison(gone.pages, gone.page_bytes);
   check_borders(gone);
   no_access(gone.pages, gone.page_bytes);
-  poison(gone.pages, gone.page_bytes);
+  // Nobody can touch it; where the sanitizer hears of it, it says who tried. (Of much memory that takes too long.)
+  if (gone.page_bytes < kLarge) poison(gone.pages, gone.page_bytes);
   live_.erase(found);
   freed_.push_back(gone);
   if (freed_.size() > kFreedKept) freed_.pop_front();

@@ -4,6 +4,8 @@
 #include <cstdarg>
 #include <cstdio>
 
+#include "softgpu/interface/kernel.h"
+
 namespace softgpu {
 namespace {
 
@@ -25,6 +27,10 @@ cudaError_t refused(cudaError_t error, const char* format, ...) {
   std::vfprintf(stderr, format, list);
   std::fprintf(stderr, "\n");
   va_end(list);
+  return result(error);
+}
+
+cudaError_t set_last_error(cudaError_t error) {
   return result(error);
 }
 
