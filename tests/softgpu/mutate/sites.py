@@ -157,6 +157,6 @@ def with_switches(text: str, sites: list[tuple[int, Site]]) -> str:
     """The text of a file in which every site of it can be switched to its mutant by number."""
     parts, at = [], 0
     for number, site in sites:
-        parts += [text[at:site.begin], site.mutant.format(id=number)]
+        parts += [text[at:site.begin], site.mutant.replace("{id}", str(number))]
         at = site.end
     return "".join(parts) + text[at:]
