@@ -1,6 +1,7 @@
 """A copy of the sources with a switch at every site, built as the presets of the software device build."""
 
 import json
+import re
 import shutil
 import subprocess
 from pathlib import Path
@@ -37,6 +38,9 @@ def write_if_changed(path: Path, text: str) -> None:
 
 
 def mutated_tree(root: Path, numbered) -> Path:
+    most = int(re.search(r"kMost = (\d+)", (root / "tests/softgpu/mutate/mutant.h").read_text()).group(1))
+    if len(numbered) > most:
+        raise SystemExit(f"mutant.h has room for {most} sites, there are {len(numbered)}: raise kMost")
     tree = copy_of(root, root / "build" / "mutants" / "tree")
     of_file: dict[str, list] = {}
     for number, site in numbered:

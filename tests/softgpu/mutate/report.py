@@ -37,7 +37,7 @@ def explanations() -> dict[str, str]:
     return {row[0]: row[-1] for row in rows}
 
 
-def unexplained(results, log) -> list:
+def unexplained(results) -> list:
     known = explanations()
     return [site for site, row in results if not row["found"] and site.kind != "fence" and site.key not in known]
 

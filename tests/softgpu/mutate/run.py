@@ -109,30 +109,52 @@ class Baseline:
                       key=lambda pair: pair[1])
 
 
+def fails(test: dict, environment: dict, mutant: dict, seconds: float):
+    """The output and time of a test that fails with the mutant and passes without it; nothing where it passes."""
+    for patience in (5 * seconds + 20, 15 * seconds + 120):
+        passed, output, took = once(test, {**environment, **mutant}, patience)
+        if passed:
+            return None
+        if who(output)[0] != "does not end":
+            break
+    if not once(test, environment, 15 * seconds + 120)[0]:
+        print(f"  {test['name']} failed without the mutant, too: it says nothing", flush=True)
+        return None
+    return output, took
+
+
 def one(number: int, baselines: dict[str, Baseline]) -> dict:
     """Who finds this mutant, and in which configuration."""
     reached = False
     for name, baseline in baselines.items():
         for test, seconds in baseline.that_reach(number):
             reached = True
-            passed, output, took = once(test, {**baseline.environment, "MUTANT": str(number)}, 5 * seconds + 20)
-            if not passed:
-                by, words = who(output)
-                return {"found": by, "in": name, "test": test["name"], "words": words, "seconds": round(took, 1)}
+            if failed := fails(test, baseline.environment, {"MUTANT": str(number)}, seconds):
+                by, words = who(failed[0])
+                return {"found": by, "in": name, "test": test["name"], "words": words, "seconds": round(failed[1], 1)}
     return {"found": "", "reached": reached}
+
+
+def still_holds(row: dict | None, states: dict[str, str]) -> bool:
+    """Whether a row of the log was made with these programs: by all of them, where nobody found the mutant."""
+    if row is None:
+        return False
+    needed = [row["in"]] if row["found"] else states
+    return all(row["states"].get(name) == states.get(name) is not None for name in needed)
 
 
 def mutants(tree: Path, chosen, configurations: list[str], log, minutes: float | None) -> list:
     baselines = {name: Baseline(tree, name) for name in configurations}
+    states = {name: baseline.state for name, baseline in baselines.items()}
     begun, results = time.monotonic(), []
     for number, site in chosen:
         known = log.get(site.key)
-        if known is None or (not known["found"] and not set(configurations) <= set(known["configurations"])):
+        if not still_holds(known, states):
             if minutes and time.monotonic() - begun > 60 * minutes:
                 print("the time is over; the same command goes on from here")
                 break
             known = {"key": site.key, "file": site.file, "line": site.line, "kind": site.kind, "says": site.says,
-                     "configurations": configurations, **one(number, baselines)}
+                     "states": states, **one(number, baselines)}
             log.add(known)
         found = f"found by {known['found']} ({known['in']})" if known["found"] else "SURVIVES"
         print(f"{number:4d} {site.kind:8s} {site.file}:{site.line}: {site.says}: {found}", flush=True)
@@ -160,7 +182,7 @@ def patches(root: Path, files: list[Path], configurations: list[str]) -> int:
                     look = plain[name].look(test)
                     if not look["passed"]:
                         continue
-                    passed, output, _ = once(test, CONFIGURATIONS[name][1], 5 * look["seconds"] + 20)
+                    passed, output, _ = once(test, CONFIGURATIONS[name][1], 15 * look["seconds"] + 120)
                     if not passed:
                         found = f"found by {who(output)[0]} ({name}, {test['name']}): {who(output)[1]}"
                         break
