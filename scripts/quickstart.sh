@@ -44,25 +44,25 @@ build() {
 }
 needles() { "$sparsebalance" eval needle --model "$1" --lengths "$lengths" --samples "$samples"; }
 
-step "the program is built; packages that are missing are installed first" "2 minutes"
+step "the program is built; packages that are missing are installed first" "2 to 4 minutes"
 [ $check = yes ] || build
 mkdir -p "$runs"
 
 step "what this machine has, and what is missing" "5 seconds"
 "$sparsebalance" doctor
 
-step "a step of Qwen2.5-3B on 8 GPUs, simulated: its time with each way to balance, and a picture before and after" "10 seconds"
+step "a step of Qwen2.5-3B on 8 GPUs, simulated: its time with each way to balance, and a picture before and after" "1 second"
 "$sparsebalance" simulate --model qwen2.5-3b --profile h200 --dp 2 --pp 4 --micro-batch-sequences 2 --block 256 \
   --policies in_order,sab+order,sab+order+chunk --svg "$runs/simulated.svg" "${simulated[@]}"
 
-step "a small model learns, from random weights, to copy within 64 tokens" "1 minute"
+step "a small model learns, from random weights, to copy within 64 tokens" "20 seconds"
 rm -rf "$runs/quickstart-short"
 "$sparsebalance" train examples/quickstart-short.yaml "${short[@]}"
 
 step "how often it finds a needle that is hidden at this depth of this many tokens: not beyond what it learned" "5 seconds"
 needles "$runs/quickstart-short/final"
 
-step "two ranks teach it to copy from anywhere in 4,096 tokens, with sparse attention, in balanced steps" "2 minutes"
+step "two ranks teach it to copy from anywhere in 4,096 tokens, with sparse attention, in balanced steps" "1 minute"
 "$sparsebalance" train examples/quickstart.yaml --ranks 2 "$@"
 
 step "the needles again; and the report, whose first line says what balancing gained here" "5 seconds"
