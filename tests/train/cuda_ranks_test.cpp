@@ -236,15 +236,19 @@ std::string sequences(int shortest, int longest) {
 }
 
 TEST_F(CudaRuns, SharedSequencesFollowOneRank) {
-  const auto one = train(config_of(folder_.path("one"), {sequences(400, 700)}));
-  expect_close(train(config_of(folder_.path("cp"), {sequences(400, 700), "parallel.cp=2"})), one, 0.03);
+  const auto one = train(config_of(folder_.path("one"), {sequences(longest_sequence() - 300, longest_sequence())}));
   expect_close(
-      train(config_of(folder_.path("lists"), {sequences(400, 700), "parallel.cp=2", "parallel.ring_lists=host"})), one,
-      0.03);
-  expect_close(train(config_of(folder_.path("both"), {sequences(400, 700), "parallel.cp=2", "parallel.dp=2"})), one,
-               0.03);
-  expect_close(train(config_of(folder_.path("tp"), {sequences(400, 700), "parallel.cp=2", "parallel.tp=2"})), one,
-               0.03);
+      train(config_of(folder_.path("cp"), {sequences(longest_sequence() - 300, longest_sequence()), "parallel.cp=2"})),
+      one, 0.03);
+  expect_close(train(config_of(folder_.path("lists"), {sequences(longest_sequence() - 300, longest_sequence()),
+                                                       "parallel.cp=2", "parallel.ring_lists=host"})),
+               one, 0.03);
+  expect_close(train(config_of(folder_.path("both"), {sequences(longest_sequence() - 300, longest_sequence()),
+                                                      "parallel.cp=2", "parallel.dp=2"})),
+               one, 0.03);
+  expect_close(train(config_of(folder_.path("tp"), {sequences(longest_sequence() - 300, longest_sequence()),
+                                                    "parallel.cp=2", "parallel.tp=2"})),
+               one, 0.03);
 }
 
 // Of every step: pairs that were computed, and their share of all causal ones.
@@ -269,11 +273,11 @@ PairsByStep pairs_by_step(const RunConfig& config) {
 // follows from the lengths alone, whatever is selected where masses tie.
 TEST_F(CudaRuns, SharedSparseSequencesFollowOneRank) {
   const auto with = [&](const char* name, std::vector<std::string> more) {
-    for (const char* option :
-         {"attention.pattern=topk", "attention.block=64", "attention.sink_blocks=1", "attention.local_blocks=1",
-          "attention.budget=256", "attention.dense_below=64", "attention.coverage_rows=2", "train.recompute=layer"})
+    for (const char* option : {"attention.pattern=topk", "attention.block=64", "attention.sink_blocks=1",
+                               "attention.local_blocks=1", sized("attention.budget=256", "attention.budget=128"),
+                               "attention.dense_below=64", "attention.coverage_rows=2", "train.recompute=layer"})
       more.emplace_back(option);
-    more.push_back(sequences(400, 700));
+    more.push_back(sequences(longest_sequence() - 300, longest_sequence()));
     return config_of(folder_.path(name), more);
   };
   const RunConfig alone = with("one", {});
@@ -299,7 +303,8 @@ TEST_F(CudaRuns, SharedSparseSequencesFollowOneRank) {
 }
 
 TEST_F(CudaRuns, SharedSequencesInFloat32FollowOneRank) {
-  const std::vector<std::string> options = {sequences(400, 700), "train.precision=float32"};
+  const std::vector<std::string> options = {sequences(longest_sequence() - 300, longest_sequence()),
+                                            "train.precision=float32"};
   const auto one = train(config_of(folder_.path("one"), options));
   std::vector<std::string> shared = options;
   shared.emplace_back("parallel.cp=2");
@@ -307,7 +312,8 @@ TEST_F(CudaRuns, SharedSequencesInFloat32FollowOneRank) {
 }
 
 TEST_F(CudaRuns, DeterministicSharedSequencesRepeatBitByBit) {
-  const std::vector<std::string> options = {sequences(400, 700), "parallel.cp=2", "train.deterministic=true"};
+  const std::vector<std::string> options = {sequences(longest_sequence() - 300, longest_sequence()), "parallel.cp=2",
+                                            "train.deterministic=true"};
   EXPECT_EQ(train(config_of(folder_.path("first"), options)), train(config_of(folder_.path("again"), options)));
 }
 
