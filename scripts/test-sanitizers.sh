@@ -5,6 +5,7 @@
 set -euo pipefail
 cd "$(dirname "$0")/.."
 export UBSAN_OPTIONS=print_stacktrace=1 SB_PRESET=cpu-asan
+scripts/setup.sh ci
 if [ "${1:-}" = --all ]; then
   shift
   scripts/test.sh --all "$@"

@@ -313,8 +313,13 @@ bool Trainer::step() {
   const auto span = trace_.span("step", state_.step + 1);
 
   const StepPlan plan = receive_plan();
-  const bool compare = config_.balance.compare_steps > 0 && (state_.step + 1) % config_.balance.compare_steps == 0;
-  const double in_order = compare ? time_in_order() : 0.0;
+  const int64_t number = state_.step + 1, every = config_.balance.compare_steps;
+  const bool compare = every > 0 && number % every == 0;
+  // Who runs second finds caches warm: they take turns.
+  const bool in_order_first = compare && number / every % 2 == 1;
+  const StepPlan in_order = compare ? plan_in_order() : StepPlan();
+  std::chrono::nanoseconds in_order_time{0};
+  if (in_order_first) in_order_time = time_in_order(in_order, number);
   const auto computing = std::chrono::steady_clock::now();
   const std::optional<LossSums> sums = forward_backward(plan);
   if (!sums) return false;
@@ -330,14 +335,14 @@ bool Trainer::step() {
     update(grad_norm);
   else
     skip_update();
-  const std::chrono::nanoseconds time =
-      time_since(begin) - std::chrono::duration_cast<std::chrono::nanoseconds>(std::chrono::duration<double>(in_order));
+  const std::chrono::nanoseconds time = time_since(begin) - in_order_time;
 
   if (parts_.sparse) attention_report_ = sum_over_ranks(*world_, parts_.sparse->take_report(), config_.parallel.tp);
   if (finite) learn(plan, *sums, time.count());
+  if (compare && !in_order_first) in_order_time = time_in_order(in_order, number);
   report_ = {};
   if (compare) {
-    report_.in_order_seconds = in_order;
+    report_.in_order_seconds = std::chrono::duration<double>(in_order_time).count();
     report_.balanced_seconds = balanced;
   }
   log_step(plan, *sums, grad_norm, !finite, std::chrono::duration<double>(time).count());
@@ -352,23 +357,26 @@ bool Trainer::stop_agreed() {
   return world_->all_reduce(int32_t{own}, ReduceOp::max) != 0;
 }
 
-// Seconds that the coming step's batch takes in order, at the configured budgets, up to its reduced gradients. These
-// are thrown away, and so is what attention learned.
-double Trainer::time_in_order() {
-  const auto span = trace_.span("in order", state_.step + 1);
+// The coming step's batch in order, at the configured budgets.
+Trainer::StepPlan Trainer::plan_in_order() {
   InOrderPlanner planner(config_.parallel.dp, parts_.model.layers, limits_);
   planner.announce(state_.step + 1, step_batch(config_, parts_.source, state_, state_.step + 1));
-  const StepPlan step = read_step(planner.next());
+  return read_step(planner.next());
+}
+
+// What the step takes in order, up to its reduced gradients. These are thrown away, and so is what attention learned.
+std::chrono::nanoseconds Trainer::time_in_order(const StepPlan& plan, int64_t step) {
+  const auto span = trace_.span("in order", step);
   world_->barrier();
   const auto begin = std::chrono::steady_clock::now();
-  model_->forward_backward(exec_, step.micro_batches, [] { return false; });
+  model_->forward_backward(exec_, plan.micro_batches, [] { return false; });
   model_->reduce(exec_);
-  const std::chrono::duration<double> time = time_since(begin);
+  const std::chrono::nanoseconds time = time_since(begin);
   if (parts_.sparse) {
     parts_.sparse->take_observations();
     parts_.sparse->take_report();
   }
-  return time.count();
+  return time;
 }
 
 // Gradients of the whole global batch, before their reduction; nothing when asked to stop on the way.
@@ -482,7 +490,7 @@ void Trainer::log_step(const StepPlan& plan, const LossSums& sums, double grad_n
   report_.targets = sums.targets;
   report_.accuracy = accuracy(sums);
   report_.seconds = seconds;
-  time_left_.step(TimeLeft::Seconds(seconds));
+  time_left_.step(TimeLeft::Seconds(seconds + report_.in_order_seconds.value_or(0.0)));
   report_.seconds_left = time_left_.after(state_.step).count();
   report_.flops = training_flops(parts_.model, plan.lengths, 1.0, config_.lora_config());
   report_.peak_flops = peak_flops_ * world_->size();

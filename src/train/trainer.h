@@ -1,5 +1,6 @@
 #pragma once
 
+#include <chrono>
 #include <cstdint>
 #include <functional>
 #include <memory>
@@ -138,7 +139,8 @@ class Trainer {
   void load_start_of_run();
   StepPlan receive_plan();
   StepPlan read_step(Plan plan);
-  double time_in_order();
+  StepPlan plan_in_order();
+  std::chrono::nanoseconds time_in_order(const StepPlan& plan, int64_t step);
   void announce_steps();
   std::vector<MicroBatch> read_micro_batches(const PlannedRank& planned, std::span<const float> weights) const;
   MicroBatch read_micro_batch(const PlannedMicroBatch& planned, std::span<const float> weights) const;

@@ -486,6 +486,22 @@ TEST(BalancedTraining, ComparingStepsChangesNothing) {
             std::string::npos);
 }
 
+// Who runs second finds caches warm: in order goes before the step and after its update, in turns.
+TEST(BalancedTraining, ComparedStepsTakeTurnsInWhoRunsFirst) {
+  TemporaryFolder folder;
+  train(config_of(folder.path("run"), {"balance.compare_steps=2", "train.trace=true"}));
+  std::map<int64_t, std::map<std::string, double>> begins;  // of rank 0, by step
+  for (const auto& event : nlohmann::json::parse(read_bytes(folder.path("run/trace.json"))))
+    if (event["ph"] == "X" && event["pid"] == 0 && (event["name"] == "in order" || event["name"] == "update"))
+      begins[event["args"]["n"]][event["name"]] = event["ts"];
+  ASSERT_EQ(begins.size(), 8u);
+  for (const auto& [step, begin] : begins) {
+    ASSERT_TRUE(begin.contains("update")) << step;
+    ASSERT_EQ(begin.contains("in order"), step % 2 == 0) << step;
+    if (step % 2 == 0) EXPECT_EQ(begin.at("in order") < begin.at("update"), step % 4 == 2) << step;
+  }
+}
+
 TEST(BalancedTraining, ACurriculumIsPlannedWithTheLengthsItHas) {
   TemporaryFolder folder;
   const auto with = [](std::vector<std::string> more) {

@@ -186,8 +186,12 @@ TEST_P(CudaRanks, MemoryFallsWithTheRanks) {
   }
 }
 
+int64_t last_step() {
+  return std::min<int64_t>(run_steps().all, 20);
+}
+
 RunConfig config_of(const std::string& output, const std::vector<std::string>& overrides) {
-  std::vector<std::string> all = {"device=cuda", "train.max_steps=20", "train.threads=1"};
+  std::vector<std::string> all = {"device=cuda", fmt::format("train.max_steps={}", last_step()), "train.threads=1"};
   all.insert(all.end(), overrides.begin(), overrides.end());
   return small_run(output, all);
 }
@@ -217,8 +221,8 @@ void expect_close(const std::map<int64_t, double>& got, const std::map<int64_t, 
 
 TEST_F(CudaRuns, FollowOneRank) {
   const auto one = train(config_of(folder_.path("one"), {}));
-  ASSERT_EQ(one.size(), 20u);
-  EXPECT_LT(one.at(20), one.at(1));
+  ASSERT_EQ(one.size(), static_cast<size_t>(last_step()));
+  EXPECT_LT(one.at(last_step()), one.at(1));
   expect_close(train(config_of(folder_.path("dp"), {"parallel.dp=2"})), one, 0.03);
   expect_close(train(config_of(folder_.path("pp"), {"parallel.pp=2"})), one, 0.03);
   expect_close(train(config_of(folder_.path("both"), {"parallel.dp=2", "parallel.pp=2"})), one, 0.03);
@@ -275,7 +279,7 @@ TEST_F(CudaRuns, SharedSparseSequencesFollowOneRank) {
   const RunConfig alone = with("one", {});
   const auto one = train(alone);
   const PairsByStep pairs = pairs_by_step(alone);
-  EXPECT_EQ(pairs.pairs.size(), 20u);
+  EXPECT_EQ(pairs.pairs.size(), static_cast<size_t>(last_step()));
   EXPECT_LT(pairs.mean_density, 0.9);
   for (const auto& [name, option] : {std::pair("device", "parallel.ring_lists=device"),
                                      {"host", "parallel.ring_lists=host"},
@@ -321,8 +325,8 @@ TEST_F(CudaRuns, RanksWithoutTokensFollowOneRank) {
 
 TEST_F(CudaRuns, GoOnWithOtherRanks) {
   const auto whole = train(config_of(folder_.path("whole"), {}));
-  train(config_of(folder_.path("parts"), {"parallel.dp=2", "train.max_steps=10"}));
-  train(config_of(folder_.path("parts"), {"train.max_steps=15", "parallel.tp=2"}));
+  train(config_of(folder_.path("parts"), {"parallel.dp=2", fmt::format("train.max_steps={}", run_steps().part)}));
+  train(config_of(folder_.path("parts"), {fmt::format("train.max_steps={}", 2 * run_steps().part), "parallel.tp=2"}));
   expect_close(train(config_of(folder_.path("parts"), {"parallel.pp=2"})), whole, 0.03);
 }
 

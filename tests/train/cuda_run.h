@@ -1,5 +1,7 @@
 #pragma once
 
+#include <fmt/format.h>
+
 #include <fstream>
 #include <map>
 #include <nlohmann/json.hpp>
@@ -7,8 +9,17 @@
 #include <vector>
 
 #include "run/config/run_config.h"
+#include "tests/device/software_device.h"
 
 namespace sb::test {
+
+// How many steps a run has, and how many before it is stopped and resumed. A software device does fewer.
+struct RunSteps {
+  int64_t all = 30, part = 10;
+};
+inline RunSteps run_steps() {
+  return on_software_device() ? RunSteps{6, 2} : RunSteps{};
+}
 
 // A run that a GPU, or a CPU beside it, does in a second or two. `device` and what else differs come as overrides.
 inline RunConfig small_run(const std::string& output, const std::vector<std::string>& overrides) {
@@ -21,9 +32,11 @@ data:
 batch: {global_batch_size: 6, micro_batch_sequences: 2}
 attention: {pattern: dense, coverage_rows: 0}
 optimizer: {learning_rate: 2.0e-3, schedule: constant}
-train: {max_steps: 30, save_steps: 10, threads: 2, validation_sequences: 2, tensorboard: false}
+train: {threads: 2, validation_sequences: 2, tensorboard: false}
 )";
-  std::vector<std::string> all = {"train.output_dir=" + output};
+  const RunSteps steps = run_steps();
+  std::vector<std::string> all = {"train.output_dir=" + output, fmt::format("train.max_steps={}", steps.all),
+                                  fmt::format("train.save_steps={}", steps.part)};
   all.insert(all.end(), overrides.begin(), overrides.end());
   return parse_run_config(yaml, "run.yaml", all);
 }

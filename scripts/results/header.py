@@ -1,0 +1,93 @@
+"""What a record was made by: program, kernels and compiler, without which bits mean nothing."""
+
+import hashlib
+import os
+import pathlib
+import re
+import subprocess
+
+from results.case import Program, RecordError
+
+OPTION = re.compile(r"^\| `([a-z0-9_.]+)` \|", re.MULTILINE)
+ARGUMENT = re.compile(r"^\s{0,4}(--[a-z][a-z-]*)", re.MULTILINE)
+
+
+def asked(path, *words):
+    done = subprocess.run([path, *words], capture_output=True, text=True, check=False)
+    if done.returncode != 0:
+        raise RecordError(f"{path} {' '.join(words)}: {done.stderr.strip()}")
+    return done.stdout
+
+
+def opened(path):
+    """The program, with what it can be told."""
+    path = pathlib.Path(path).resolve()
+    if not os.access(path, os.X_OK):
+        raise RecordError(f"{path}: no program; build one, for example: cmake --preset dev && cmake --build --preset dev")
+    arguments = {command: frozenset(ARGUMENT.findall(asked(path, *command.split(), "--help")))
+                 for command in ("simulate", "bench attention")}  # fmt: skip
+    return Program(path, frozenset(OPTION.findall(asked(path, "config", "--markdown"))), arguments)
+
+
+def kernels(path):
+    """Which instruction sets compute: ours, and those of OpenBLAS, whose order of sums also follows its environment."""
+    text = asked(path, "doctor")
+    own = re.search(r"^processor .*?, (\S+) kernels$", text, re.MULTILINE)
+    blas = re.search(r"^matmuls\s+(OpenBLAS for \w+|.*?)[ ,]", text, re.MULTILINE)
+    if own is None or blas is None:
+        raise RecordError(f"{path} doctor does not name the kernels it uses:\n{text}")
+    forced = {name: value for name, value in sorted(os.environ.items())
+              if name.startswith("OPENBLAS_") or name == "SB_CPU_ISA"}  # fmt: skip
+    return {"kernels": own[1], "matmuls": blas[1], **forced}
+
+
+def cached(path, name):
+    """A value of the CMake cache of the folder that the program was built in."""
+    for folder in path.parents:
+        cache = folder / "CMakeCache.txt"
+        if cache.exists():
+            found = re.search(rf"^{name}:\w+=(.*)$", cache.read_text(encoding="utf-8"), re.MULTILINE)
+            return found[1] if found else ""
+    return ""
+
+
+def compiler(path):
+    name = cached(path, "CMAKE_CXX_COMPILER")
+    if not name:
+        return "unknown"
+    flags = " ".join(filter(None, (cached(path, "CMAKE_CXX_FLAGS"), cached(path, "CMAKE_BUILD_TYPE"))))
+    return f"{asked(name, '--version').splitlines()[0]}; {flags}"
+
+
+def commit(path):
+    """The commit that the program's sources are at, where the program was built after it."""
+    source = cached(path, "CMAKE_HOME_DIRECTORY") or "/"
+    git = ["git", "-C", source]
+    name = subprocess.run([*git, "describe", "--always", "--dirty", "--abbrev=7"], capture_output=True, text=True, check=False)
+    made = subprocess.run([*git, "show", "--no-patch", "--format=%ct"], capture_output=True, text=True, check=False)
+    if name.returncode != 0 or made.returncode != 0 or path.stat().st_mtime < int(made.stdout):
+        return ""
+    return name.stdout.strip()
+
+
+def file_hash(paths):
+    whole = hashlib.sha256()
+    for path in sorted(paths):
+        whole.update(path.read_bytes())
+    return whole.hexdigest()[:16]
+
+
+def header(program):
+    """Two records compare where `must agree` is equal."""
+    folder = pathlib.Path(__file__).resolve().parent
+    return {
+        "commit": commit(program.path) or "unknown",
+        "must agree": {**kernels(program.path), "compiler": compiler(program.path)},
+        "program": file_hash([program.path, *program.path.parents[2].glob("src/comm/*.so")]),
+        "cases by": file_hash(folder.glob("*.py")),
+    }
+
+
+def settings_case(program, written):
+    """Options that no case writes, so that a default applies, and options that cases write but the program does not have."""
+    return {"not written": sorted(program.options - written), "not known": sorted(written - program.options)}
