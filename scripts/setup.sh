@@ -17,7 +17,7 @@ test=(
   ccache git python3 python3-venv python3-dev
   libgtest-dev libgmock-dev
 )
-ci=(clang clang-format libclang-rt-14-dev)
+ci=(clang clang-format clang-tidy libclang-rt-14-dev)
 
 list=no
 if [ "${1:-}" = --list ]; then
