@@ -124,7 +124,8 @@ class NcclRanks : public testing::Test {
   RunConfig config_of(const std::string& name, std::vector<std::string> more) const {
     more.push_back(fmt::format("train.max_steps={}", last_));
     for (const char* option : {"device=cuda", "train.save_steps=0", "train.threads=1", "train.deterministic=true",
-                               "data.synthetic.min_length=250"})
+                               sized("data.synthetic.length=700", "data.synthetic.length=270"),
+                               sized("data.synthetic.min_length=400", "data.synthetic.min_length=150")})
       more.emplace_back(option);
     return small_run(folder_.path(name), more);
   }
