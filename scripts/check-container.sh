@@ -14,7 +14,7 @@ most_mb=160
 
 # read_containerfile FILE: its instructions, one a line, into `instructions`. Fails where this script could not run one.
 read_containerfile() {
-  local file=$1 line text="" word
+  local file=$1 line text="" word words stages=" "
   instructions=()
   while IFS= read -r line || [ -n "$line" ]; do
     [[ $line =~ ^[[:space:]]*(#|$) ]] && continue
@@ -34,6 +34,17 @@ read_containerfile() {
       "RUN "* | "ENTRYPOINT ["*"]" | "CMD ["*"]") ;;
       *) echo "$file: $0 does not know how to do: $line" >&2; return 1 ;;
     esac
+    # Names of stages become folders that are made anew, so they are names and nothing else.
+    read -ra words <<<"$line"
+    if [ "${words[0]}" = FROM ] && [ ${#words[@]} -gt 2 ]; then
+      [[ ${#words[@]} = 4 && ${words[2]} = AS && ${words[3]} =~ ^[a-z][a-z0-9]*$ && " base sizes quickstart " != *" ${words[3]} "* ]] ||
+        { echo "$file: not a name for a stage: $line" >&2; return 1; }
+      stages+="${words[3]} "
+    fi
+    if [[ $line == "COPY "* && ( $line == *..* || ( ${words[1]} == --from=* && $stages != *" ${words[1]#--from=} "* ) ) ]]; then
+      echo "$file: a path with .. or a stage that is not above: $line" >&2
+      return 1
+    fi
     for word in $line; do
       [[ $word != scripts/* ]] || [ -x "$word" ] || { echo "$file: there is no program $word" >&2; return 1; }
     done
@@ -81,6 +92,9 @@ make_base() {
   touch $clean/base/made
 }
 
+# The folders belong to root: only the Debian that they are made from stays.
+clean_up() { find $clean -mindepth 1 -maxdepth 1 -type d ! -name base -exec rm -rf --one-file-system {} +; }
+
 # fresh NAME: a clean folder of this name; `root` is its path.
 fresh() {
   root=$PWD/$clean/$1
@@ -95,11 +109,12 @@ inside() {
   for name in http_proxy https_proxy no_proxy; do
     [ -z "${!name:-}" ] || passed+=("$name=${!name}")
   done
-  unshare --mount bash -euc '
+  unshare --mount --pid --fork --kill-child bash -euc '
     root=$1 folder=$2 command=$3
     shift 3
     mount -t proc proc "$root/proc"
     mount --rbind /dev "$root/dev"
+    mount -t tmpfs tmpfs "$root/dev/shm"
     exec chroot "$root" /usr/bin/env -i PATH=/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin HOME=/root "$@" \
       /bin/sh -c "cd \"\$0\" && eval \"\$1\"" "$folder" "$command"' - "$1" "$2" "$3" "${passed[@]}" </dev/null
 }
@@ -163,6 +178,7 @@ quickstart() {
 }
 
 make_base
+trap clean_up EXIT
 for part in "$@"; do
   printf '\n== %s (%s)\n' "$part" "$(date +%T)"
   $part
