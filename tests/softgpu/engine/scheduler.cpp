@@ -10,7 +10,7 @@
 
 namespace softgpu {
 
-Engine engine;
+EngineForLife engine_for_life;
 
 namespace {
 
@@ -95,7 +95,9 @@ void start_block(Grid& grid) {
   block->triggered = block->held = false;
   block->alive = static_cast<int>(kernel.block.x * kernel.block.y * kernel.block.z);
   block->memory.start(grid.layout);
-  block->warps.resize(static_cast<size_t>(block->alive + 31) / 32);
+  // They keep their collectives for the next block.
+  if (const size_t warps = static_cast<size_t>(block->alive + 31) / 32; block->warps.size() < warps)
+    block->warps.resize(warps);
   for (Warp& warp : block->warps) warp.alive = 0;
   for (int i = 0; i < block->alive; ++i) {
     Thread* thread = new_thread();

@@ -145,7 +145,15 @@ struct Engine {
   std::mt19937 order_random{options.order_seed}, copies_random{options.copies_seed};
   bool running = false;
 };
-extern Engine engine;
+// Lives until the end of the process, whatever is torn down before: its threads and blocks are kept for the next
+// kernel.
+union EngineForLife {
+  Engine engine;
+  EngineForLife() : engine() {}
+  ~EngineForLife() {}
+};
+extern EngineForLife engine_for_life;
+inline constexpr Engine& engine = engine_for_life.engine;
 
 // --- scheduler.cpp ---------------------------------------------------------------------------------------------------
 void make_ready(Thread* thread);
