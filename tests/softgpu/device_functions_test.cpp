@@ -69,6 +69,7 @@ TEST_F(SoftgpuDevice, StreamsBelongToADevice) {
       cudaEvent_t event;
       cudaEventCreate(&event);
       well = well && cudaEventRecord(event, stream) == cudaErrorInvalidResourceHandle;
+      cudaEventDestroy(event);
     }).join();
     Kernel kernel = small_kernel();
     kernel.stream = stream;

@@ -31,6 +31,18 @@ class Rank {
     cudaMemcpy(values, own, sizeof own, cudaMemcpyHostToDevice);
     cudaDeviceSynchronize();  // the stream does not wait for the one of this copy
   }
+  ~Rank() {
+    leave();
+    cudaFree(values);
+    cudaStreamDestroy(stream);
+  }
+  Rank(const Rank&) = delete;
+  Rank& operator=(const Rank&) = delete;
+  // Without waiting for what it began.
+  void leave() {
+    if (comm != nullptr) library().comm_abort(comm);
+    comm = nullptr;
+  }
   nccl::Result join(const nccl::UniqueId& id) {
     nccl::Config config;
     config.blocking = 0;
@@ -89,6 +101,7 @@ TEST_F(SoftgpuNccl, ACollectiveWaitsForTheOtherStream) {
   EXPECT_EQ(one.first(), 1.0f);
   cudaSetDevice(0);
   EXPECT_EQ(zero.first(), 0.0f);
+  cudaEventDestroy(event);
   cudaGetLastError();
 }
 
@@ -107,8 +120,8 @@ TEST_F(SoftgpuNccl, RanksThatCallDifferentThingsAreTold) {
       testing::HasSubstr(
           "rank 1 calls all_gather of 1 elements of type 7 as operation 0 of a communicator, rank 0 all_reduce of 1"));
   // The ranks give up; the stream goes on.
-  library().comm_abort(zero.comm);
-  library().comm_abort(one.comm);
+  zero.leave();
+  one.leave();
   cudaSetDevice(0);
   EXPECT_EQ(zero.first(), 1.0f);
 }

@@ -236,17 +236,17 @@ std::string sequences(int shortest, int longest) {
 }
 
 TEST_F(CudaRuns, SharedSequencesFollowOneRank) {
-  const auto one = train(config_of(folder_.path("one"), {sequences(longest_sequence() - 300, longest_sequence())}));
-  expect_close(
-      train(config_of(folder_.path("cp"), {sequences(longest_sequence() - 300, longest_sequence()), "parallel.cp=2"})),
-      one, 0.03);
-  expect_close(train(config_of(folder_.path("lists"), {sequences(longest_sequence() - 300, longest_sequence()),
+  const auto one = train(config_of(folder_.path("one"), {sequences(longest_sequence() * 4 / 7, longest_sequence())}));
+  expect_close(train(config_of(folder_.path("cp"),
+                               {sequences(longest_sequence() * 4 / 7, longest_sequence()), "parallel.cp=2"})),
+               one, 0.03);
+  expect_close(train(config_of(folder_.path("lists"), {sequences(longest_sequence() * 4 / 7, longest_sequence()),
                                                        "parallel.cp=2", "parallel.ring_lists=host"})),
                one, 0.03);
-  expect_close(train(config_of(folder_.path("both"), {sequences(longest_sequence() - 300, longest_sequence()),
+  expect_close(train(config_of(folder_.path("both"), {sequences(longest_sequence() * 4 / 7, longest_sequence()),
                                                       "parallel.cp=2", "parallel.dp=2"})),
                one, 0.03);
-  expect_close(train(config_of(folder_.path("tp"), {sequences(longest_sequence() - 300, longest_sequence()),
+  expect_close(train(config_of(folder_.path("tp"), {sequences(longest_sequence() * 4 / 7, longest_sequence()),
                                                     "parallel.cp=2", "parallel.tp=2"})),
                one, 0.03);
 }
@@ -277,7 +277,7 @@ TEST_F(CudaRuns, SharedSparseSequencesFollowOneRank) {
                                "attention.local_blocks=1", sized("attention.budget=256", "attention.budget=128"),
                                "attention.dense_below=64", "attention.coverage_rows=2", "train.recompute=layer"})
       more.emplace_back(option);
-    more.push_back(sequences(longest_sequence() - 300, longest_sequence()));
+    more.push_back(sequences(longest_sequence() * 4 / 7, longest_sequence()));
     return config_of(folder_.path(name), more);
   };
   const RunConfig alone = with("one", {});
@@ -285,10 +285,10 @@ TEST_F(CudaRuns, SharedSparseSequencesFollowOneRank) {
   const PairsByStep pairs = pairs_by_step(alone);
   EXPECT_EQ(pairs.pairs.size(), static_cast<size_t>(last_step()));
   EXPECT_LT(pairs.mean_density, 0.9);
-  for (const auto& [name, option] : {std::pair("device", "parallel.ring_lists=device"),
+  for (const auto& [name, option] : {std::pair<const char*, std::string>("device", "parallel.ring_lists=device"),
                                      {"host", "parallel.ring_lists=host"},
-                                     {"pieces", "balance.chunk=256"},
-                                     {"pieces, two stages", "balance.chunk=256"}}) {
+                                     {"pieces", in_pieces()},
+                                     {"pieces, two stages", in_pieces()}}) {
     SCOPED_TRACE(name);
     std::vector<std::string> more = {"parallel.cp=2", option};
     if (std::string(name).ends_with("stages")) more.emplace_back("parallel.pp=2");
@@ -303,7 +303,7 @@ TEST_F(CudaRuns, SharedSparseSequencesFollowOneRank) {
 }
 
 TEST_F(CudaRuns, SharedSequencesInFloat32FollowOneRank) {
-  const std::vector<std::string> options = {sequences(longest_sequence() - 300, longest_sequence()),
+  const std::vector<std::string> options = {sequences(longest_sequence() * 4 / 7, longest_sequence()),
                                             "train.precision=float32"};
   const auto one = train(config_of(folder_.path("one"), options));
   std::vector<std::string> shared = options;
@@ -312,7 +312,7 @@ TEST_F(CudaRuns, SharedSequencesInFloat32FollowOneRank) {
 }
 
 TEST_F(CudaRuns, DeterministicSharedSequencesRepeatBitByBit) {
-  const std::vector<std::string> options = {sequences(longest_sequence() - 300, longest_sequence()), "parallel.cp=2",
+  const std::vector<std::string> options = {sequences(longest_sequence() * 4 / 7, longest_sequence()), "parallel.cp=2",
                                             "train.deterministic=true"};
   EXPECT_EQ(train(config_of(folder_.path("first"), options)), train(config_of(folder_.path("again"), options)));
 }

@@ -18,11 +18,16 @@ struct RunSteps {
   int64_t all = 30, part = 10;
 };
 inline RunSteps run_steps() {
-  return sized(RunSteps{}, RunSteps{6, 2});
+  return sized(RunSteps{}, RunSteps{4, 2});
 }
 
 inline int longest_sequence() {
-  return sized(700, 400);
+  return sized(700, 270);
+}
+
+// Pieces of them.
+inline std::string in_pieces() {
+  return sized("balance.chunk=256", "balance.chunk=128");
 }
 
 // A run that a GPU, or a CPU beside it, does in a second or two. `device` and what else differs come as overrides.

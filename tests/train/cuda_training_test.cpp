@@ -84,12 +84,12 @@ TEST_F(CudaTraining, SequencesInPiecesTrainAsWholeOnes) {
       return test::small_run(folder_.path(pattern.front().substr(18) + name), more);
     };
     const auto whole = train(run("whole", {}));
-    const auto pieces = train(run("pieces", {"balance.chunk=256"}));
+    const auto pieces = train(run("pieces", {test::in_pieces()}));
     ASSERT_EQ(pieces.size(), whole.size());
     EXPECT_LT(pieces.at(last_), pieces.at(1));
     for (const auto& [step, loss] : whole) EXPECT_NEAR(pieces.at(step) / loss, 1, 0.03) << "step " << step;
-    train(run("resumed", {"balance.chunk=256", first_part_}));
-    EXPECT_NEAR(train(run("resumed", {"balance.chunk=256"})).at(last_) / pieces.at(last_), 1, 2e-2);
+    train(run("resumed", {test::in_pieces(), first_part_}));
+    EXPECT_NEAR(train(run("resumed", {test::in_pieces()})).at(last_) / pieces.at(last_), 1, 2e-2);
   }
 }
 
@@ -99,7 +99,7 @@ TEST_F(CudaTraining, ValuesAndMomentsInHostMemoryTrainAlike) {
     SCOPED_TRACE(moments);
     const auto run = [&](const std::string& name, std::vector<std::string> more) {
       more.insert(more.end(),
-                  {"device=cuda", "train.deterministic=true", "balance.chunk=256", "optimizer.moments=" + moments});
+                  {"device=cuda", "train.deterministic=true", test::in_pieces(), "optimizer.moments=" + moments});
       return train(test::small_run(folder_.path(moments + name), more));
     };
     const auto device = run("device", {});

@@ -389,7 +389,7 @@ TEST_P(CudaRing, ScratchIsUsedAsPlanned) {
 TEST_P(CudaRing, StepsTakeNoMemory) {
   constexpr int kRanks = 2, kLayers = 3;
   const int steps = test::sized(20, 12);
-  const int64_t whole = test::sized(8192, 1024);
+  const int64_t whole = test::sized(8192, 384);
   const AttentionShape s = shape_of(4, 2, 64);
   struct Kind {
     SelectionPattern pattern;
