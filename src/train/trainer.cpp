@@ -152,13 +152,20 @@ PackingLimits Trainer::packing(const RunConfig& config, const TrainerParts& part
 
 MemoryPlan Trainer::memory_plan(const RunConfig& config, const TrainerParts& parts, int stage) {
   MemoryPlan plan = RankModel::memory_plan(rank_model_options(config, parts), parts.attention, stage);
-  if (!parts.save_in_background || stage != 0) return plan;
-  const std::string name = parts.world ? "checkpoint copy, rank 0" : "checkpoint copy";
+  if (parts.checkpoint_copies.empty()) return plan;
+  const int64_t copy = parts.checkpoint_copies[static_cast<size_t>(stage)];
   if (config.device == DeviceKind::cpu)
-    plan.add(name, checkpoint_bytes(config, parts.model));
+    plan.add("checkpoint copy", copy);
   else
-    plan.add_on_host(name, checkpoint_bytes(config, parts.model));
+    plan.add_on_host("checkpoint copy", copy);
   return plan;
+}
+
+std::vector<int64_t> Trainer::checkpoint_copies(const RunConfig& config, const TrainerParts& parts) {
+  std::vector<int64_t> bytes;
+  const RankModelOptions options = rank_model_options(config, parts);
+  for (int stage = 0; stage < config.parallel.pp; ++stage) bytes.push_back(RankModel::most_own_bytes(options, stage));
+  return bytes;
 }
 
 std::vector<int> Trainer::offload(const RunConfig& config, TrainerParts parts, int64_t memory) {
@@ -229,10 +236,10 @@ Trainer::Trainer(const RunConfig& config, TrainerParts parts, RunDirectory& dire
   if (leads()) planner_ = parts_.planner ? parts_.planner : own_planner_.get();
   ahead_ = world_->all_reduce(planner_ ? int64_t{planner_->ahead()} : 0);
   load_start_of_run();
+  const std::vector<int64_t>& copies = parts_.checkpoint_copies;
+  saver_ = std::make_unique<CheckpointSaver>(config_, parts_.model, *world_,
+                                             copies.empty() ? 0 : copies[static_cast<size_t>(model_->grid().stage())]);
   if (leads()) {
-    saver_ = std::make_unique<CheckpointSaver>(
-        config_, parts_.model,
-        parts_.save_in_background ? CheckpointSaver::Mode::in_background : CheckpointSaver::Mode::now);
     log_ = std::make_unique<RunLog>(parts_.console, directory_.path(), state_.step, config_.train.tensorboard);
     ticker_ = std::make_unique<StepTicker>(parts_.console);
   }
@@ -295,7 +302,7 @@ TrainSummary Trainer::run() {
     if (due_after(state_.step, config_.train.save_steps, config_.train.max_steps)) save();
   }
   save();
-  wait_for_saves();
+  saver_->wait();
   if (!summary.interrupted) write_final_model(summary);
   flush_trace();
   trace_.finish();
@@ -308,7 +315,7 @@ TrainSummary Trainer::run() {
 }
 
 bool Trainer::step() {
-  if (saver_) saver_->check();
+  saver_->advance();
   if (stop_agreed()) return false;
   const auto begin = std::chrono::steady_clock::now();
   const auto span = trace_.span("step", state_.step + 1);
@@ -443,7 +450,7 @@ void Trainer::skip_update() {
 
 // The newest checkpoint from before the gradients went wrong, in words.
 std::string Trainer::last_good_checkpoint() const {
-  if (saver_) saver_->wait();
+  saver_->wait();
   const std::vector<int64_t> steps = checkpoint_steps(directory_.path());
   const int64_t last_good = state_.step - state_.skipped_in_row;
   const auto after = std::upper_bound(steps.begin(), steps.end(), last_good);

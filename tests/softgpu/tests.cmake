@@ -1,4 +1,4 @@
-# The software device's own tests: every way in which it is stricter than a GPU has one that fails without it.
+# The software device's own tests: how it is stricter than a GPU.
 foreach(name device_functions engine memory nccl products streams)
   sb_test(softgpu_${name}_test SOURCES softgpu/${name}_test.cpp LIBS sb_comm softgpu GTest::gmock)
   # NCCL's ranks have a GPU each.
@@ -23,8 +23,10 @@ foreach(name nccl products streams)
 endforeach()
 
 # What scripts/test-softgpu.sh runs, without the rest of the program's tests.
+add_custom_target(softgpu_own_tests)
+add_dependencies(softgpu_own_tests
+  softgpu_device_functions_test softgpu_engine_test softgpu_memory_test softgpu_nccl_test softgpu_products_test softgpu_streams_test)
 add_custom_target(softgpu_tests)
-add_dependencies(softgpu_tests
-  softgpu_device_functions_test softgpu_engine_test softgpu_memory_test softgpu_nccl_test softgpu_products_test softgpu_streams_test
+add_dependencies(softgpu_tests softgpu_own_tests
   attention_cuda_test attention_hopper_test attention_select_test comm_device_test cuda_ranks_test cuda_ring_test
   cuda_training_test device_test eval_test model_test nccl_ranks_test ops_test)

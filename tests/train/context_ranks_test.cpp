@@ -184,8 +184,7 @@ TEST(ContextRanks, ResumeOnAnotherGrid) {
   train_shared(scratch / "saved", {1, 1, 3, 0}, {"attention.pattern=dense"});
   const fs::path checkpoint = scratch / "saved" / "checkpoint-6";
   train_shared(scratch / "loaded", {2, 1, 1, 0}, {"attention.pattern=dense", "train.resume=" + checkpoint.string()});
-  for (const char* file : {"model.safetensors", "optimizer.safetensors"})
-    EXPECT_EQ(read_bytes(scratch / "loaded/checkpoint-6" / file), read_bytes(checkpoint / file)) << file;
+  EXPECT_TRUE(checkpoint_tensors(scratch / "loaded/checkpoint-6") == checkpoint_tensors(checkpoint));
 }
 
 // The lists of a run on one rank, as they would lie on many.

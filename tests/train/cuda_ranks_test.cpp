@@ -88,16 +88,11 @@ Outcome run(const ModelConfig& config, const std::vector<std::vector<int32_t>>& 
     const ParameterSet& parameters = model.stage().parameters();
     outcome.weights_read[static_cast<size_t>(world.rank())] =
         host_values(dtype == DType::f32 ? parameters.values() : parameters.rounded_weights());
-    const auto collect = [&](const std::vector<SafetensorsTensor>& tensors, Tensors& into) {
-      for (const SafetensorsTensor& tensor : tensors)
-        if (const float* values = tensor.fetch()) into[tensor.name].assign(values, values + tensor.elements());
-    };
     Tensors weights, moments;
-    collect(model.weights(), weights);
-    collect(model.moments(), moments);
-    if (world.rank() != 0) return;
-    outcome.weights = std::move(weights);
-    outcome.moments = std::move(moments);
+    add_own_tensors(model, weights, moments);
+    std::lock_guard lock(mutex);
+    outcome.weights.merge(weights);
+    outcome.moments.merge(moments);
   });
   return outcome;
 }

@@ -122,9 +122,9 @@ TEST(RanksRun, TwiceTheSameLayoutGivesTheSameBits) {
       // Stopped and resumed besides.
       train(b, layout, {type, "train.max_steps=4"});
       train(b, layout, {type});
-      for (const char* file :
-           {"final/model.safetensors", "checkpoint-8/optimizer.safetensors", "checkpoint-8/state.json"})
+      for (const char* file : {"final/model.safetensors", "checkpoint-8/state.json"})
         EXPECT_EQ(read_bytes(a / file), read_bytes(b / file)) << name << file;
+      EXPECT_TRUE(checkpoint_tensors(a / "checkpoint-8") == checkpoint_tensors(b / "checkpoint-8")) << name;
     }
   }
 }
@@ -152,15 +152,15 @@ TEST(RanksRun, MomentsInBf16AreRoundedAlikeOnEveryLayout) {
 // Saved by one layout, loaded by another and saved again: the same bytes.
 void expect_the_same_checkpoint_on_every_layout(const std::string& option) {
   ScratchDirectory scratch;
-  train(scratch / "saved", {2, 1, 1, 0, 2}, {option});
+  train(scratch / "saved", {2, 2, 1, 0, 2}, {option});
   const fs::path checkpoint = scratch / "saved" / "checkpoint-8";
   for (const RankGrid& layout :
        std::vector<RankGrid>{{1, 1}, {3, 1}, {1, 3}, {2, 2}, {2, 3}, {.tp = 2}, {3, 2, 1, 0, 2}}) {
     SCOPED_TRACE(layout.name());
     const fs::path run = scratch / layout.name();
     train(run, layout, {option, "train.resume=" + checkpoint.string()});
-    for (const char* file : {"model.safetensors", "optimizer.safetensors", "state.json"})
-      EXPECT_EQ(read_bytes(run / "checkpoint-8" / file), read_bytes(checkpoint / file)) << file;
+    EXPECT_TRUE(checkpoint_tensors(run / "checkpoint-8") == checkpoint_tensors(checkpoint));
+    EXPECT_EQ(read_bytes(run / "checkpoint-8/state.json"), read_bytes(checkpoint / "state.json"));
     EXPECT_EQ(read_bytes(run / "final" / "model.safetensors"), read_bytes(scratch / "saved/final/model.safetensors"));
   }
 }

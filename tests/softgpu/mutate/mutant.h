@@ -37,7 +37,9 @@ class Switches {
 
 inline Switches switches;
 
-inline bool is(int id) { return switches.is(id); }
+inline bool is(int id) {
+  return switches.is(id);
+}
 
 // A stream's own order is lost on the default one: ours are created so that they do not wait for it.
 template <typename Stream>
