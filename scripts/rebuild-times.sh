@@ -5,20 +5,20 @@
 #   scripts/rebuild-times.sh [FILE...]     other files
 set -euo pipefail
 cd "$(dirname "$0")/.."
-[ $# -gt 0 ] || set -- src/plan/tuning/price_tuner.cpp tests/plan/tuning_test.cpp src/attention/attention.h src/core/errors.h
+[ $# -gt 0 ] || set -- src/plan/tuning/price_tuner.cpp tests/plan/tuning_test.cpp src/attention/attention.h
 scripts/setup.sh test
 cmake --preset dev >/dev/null
 cmake --build --preset dev
 
 TIMEFORMAT='%R %U %S'
-times=$(mktemp)
-trap 'rm -f "$times"' EXIT
+times=$(mktemp) log=$(mktemp)
+trap 'rm -f "$times" "$log"' EXIT
 export CCACHE_DISABLE=1
 printf '\n%-34s %12s %9s %11s\n' "edited" "compilations" "wall" "processor"
 for file in "$@"; do
   touch "$file"
-  steps=$(cmake --build --preset dev -- -n | grep -c 'Building C' || true)
-  { time cmake --build --preset dev >/dev/null; } 2>"$times"
+  { time cmake --build --preset dev >"$log"; } 2>"$times"
+  steps=$(grep -c 'Building C' "$log" || true)
   read -r wall user system < <(tail -1 "$times")
   printf '%-34s %12d %7.0f s %9.0f s\n' "$file" "$steps" "$wall" "$(awk "BEGIN { print $user + $system }")"
 done
