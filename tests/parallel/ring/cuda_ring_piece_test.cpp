@@ -215,6 +215,7 @@ TEST_P(CudaRingPieces, GiveWhatTheWholeGives) {
                           Case{SelectionPattern::topk, BlockScore::planes, 64}}) {
     SelectionConfig selection = config_of(one.pattern);
     selection.score = one.score;
+    selection.budget = test::sized(384, 256);
     selection.score_channels = 16;
     selection.block = one.block;
     selection.coverage = 0.7;
