@@ -484,9 +484,8 @@ TrainSummary run_training(const RunConfig& given, std::FILE* out, bool terminal,
   const double rate = measure_products(trainer.exec(), model, config.dtype(),
                                        most_rank_tokens(config, Trainer::packing(config, parts)));
   if (leads) {
-    replace_file(directory->path() / "machine.txt",
-                 machine_line(config, rate, thread_count(config, parts.cores)) +
-                     (links.empty() ? "\n" : "; links: " + links + "\n"));
+    replace_file(directory->path() / "machine.txt", machine_line(config, rate, thread_count(config, parts.cores)) +
+                                                        (links.empty() ? "\n" : "; links: " + links + "\n"));
     warn_of_narrow_kernels(config);
   }
   const RunEstimate estimate = estimate_run(config, model, *sources.train, trainer.state(), rate);

@@ -110,10 +110,10 @@ TEST_F(SimulateCommand, SimulateSweepsLayoutsAndSaysWhatBalancingGives) {
   const std::string size = std::to_string(std::atoi(sweep.out.c_str() + size_at + 24));
   EXPECT_NE(sweep.out.find("best against best"), std::string::npos) << sweep.out;
   const std::string rows = (directory_ / "rows.json").string();
-  const ProgramResult one = run_program({"simulate", "--model", "qwen2.5-0.5b", "--dp", std::to_string(dp), "--pp",
-                                         std::to_string(pp), "--tp", std::to_string(tp), "--cp", std::to_string(cp),
-                                         "--micro-batch-sequences", size, "--steps", "2", "--policies",
-                                         "sab+order+chunk+optimal", "--json", rows});
+  const ProgramResult one =
+      run_program({"simulate", "--model", "qwen2.5-0.5b", "--dp", std::to_string(dp), "--pp", std::to_string(pp),
+                   "--tp", std::to_string(tp), "--cp", std::to_string(cp), "--micro-batch-sequences", size, "--steps",
+                   "2", "--policies", "sab+order+chunk+optimal", "--json", rows});
   ASSERT_EQ(one.exit_code, 0) << one.err;
   const auto read = [](const std::string& path) {
     std::ifstream file(path);

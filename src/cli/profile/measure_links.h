@@ -11,11 +11,11 @@ namespace sb {
 
 // How links are measured: the ranks, where the data lies, and how one waits for it.
 struct LinkTarget {
-  Communicator& world;            // in host memory
-  Communicator& data;             // the same ranks; the world, or in the memory of their GPUs
-  void* buffer = nullptr;         // of `bytes`, as `data` wants it
+  Communicator& world;     // in host memory
+  Communicator& data;      // the same ranks; the world, or in the memory of their GPUs
+  void* buffer = nullptr;  // of `bytes`, as `data` wants it
   int64_t bytes = 0;
-  std::function<void()> finish;   // until all that was queued is done; empty: it is when wait() returns
+  std::function<void()> finish;  // until all that was queued is done; empty: it is when wait() returns
 };
 
 // Times messages, reduce-scatter and all-gather between ranks of one host and across hosts, sizes up to the buffer's.

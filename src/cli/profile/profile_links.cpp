@@ -82,8 +82,8 @@ void profile_links(const LinkArguments& arguments) {
                 "--links measures between the ranks that will train: start it as they are started (mpirun, srun), or "
                 "give --ranks for ranks on this machine");
   if (launched == 1) {
-    std::vector<std::string> command = {"", "profile", "--links", arguments.out, "--device",
-                                        arguments.gpu ? "cuda" : "cpu"};
+    std::vector<std::string> command = {
+        "", "profile", "--links", arguments.out, "--device", arguments.gpu ? "cuda" : "cpu"};
     if (const int code = launch_local_ranks(arguments.ranks, std::move(command)); code != 0)
       throw CLI::RuntimeError(code);
     return;

@@ -420,9 +420,9 @@ Json simulate(SimulateArguments arguments) {
   if (arguments.batching.micro_batch_sequences == 0 && arguments.batching.micro_batch_tokens == 0)
     arguments.batching.micro_batch_sequences = 1;
   const auto policies = chosen(all_policies(arguments), arguments.policies);
-  Profile used = with_adapters(
-      find_profile(arguments.profile, find_model_shape(arguments.model), arguments.spec, arguments.lora),
-      arguments.lora);
+  Profile used =
+      with_adapters(find_profile(arguments.profile, find_model_shape(arguments.model), arguments.spec, arguments.lora),
+                    arguments.lora);
   if (!arguments.links.empty()) use_links(arguments, used);
   const LatencyModel latency(std::move(used));
   const Profile& profile = latency.profile();

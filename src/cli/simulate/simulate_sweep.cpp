@@ -180,8 +180,8 @@ void print_headline(const std::vector<SweepRow>& rows, const std::vector<Simulat
   fmt::print("\n");
 }
 
-// Every policy on every layout with three sizes of micro-batches. A size that does not fit for any policy ends a layout:
-// larger ones do not either.
+// Every policy on every layout with three sizes of micro-batches. A size that does not fit for any policy ends a
+// layout: larger ones do not either.
 std::vector<SweepRow> compare(const std::vector<Layout>& layouts, const LatencyModel& latency,
                               const SimulateInput& input, const std::vector<SimulatedPolicy>& policies,
                               StepProgress& progress) {
@@ -196,12 +196,12 @@ std::vector<SweepRow> compare(const std::vector<Layout>& layouts, const LatencyM
       for (const SimulatedPolicy& policy : policies) {
         rows.push_back(simulate_layout(latency, input, with_micro_batches(policy, times), layout));
         any |= fits(rows.back());
-        line += fmt::format(" {:>24}", fmt::format("{:.1f}{}", rows.back().simulated.makespan_ms,
-                                                   fits(rows.back()) ? "" : "*"));
+        line += fmt::format(" {:>24}",
+                            fmt::format("{:.1f}{}", rows.back().simulated.makespan_ms, fits(rows.back()) ? "" : "*"));
       }
       progress.clear();
-      fmt::print("{:<18} {:>14}{}\n", layout_name(layout),
-                 micro_batch_text(rows.back().simulated.options.batching), line);
+      fmt::print("{:<18} {:>14}{}\n", layout_name(layout), micro_batch_text(rows.back().simulated.options.batching),
+                 line);
       std::fflush(stdout);
       if (!any) break;
     }

@@ -230,7 +230,8 @@ std::vector<double> CostModel::groups_of(int stage) const {
   const auto layer = static_cast<double>(rank > 0 ? own.adapter_parameters(rank) : own.layer_parameters());
   const bool head = rank == 0 && layout_.head;
   std::vector<double> groups(static_cast<size_t>(stage_layers(stage)), layer);
-  if (head && last && (!first || !own.tied)) groups.insert(groups.begin(), static_cast<double>(own.embedding_parameters()));
+  if (head && last && (!first || !own.tied))
+    groups.insert(groups.begin(), static_cast<double>(own.embedding_parameters()));
   if (head && first) groups.push_back(static_cast<double>(own.embedding_parameters()));
   return groups;
 }
@@ -242,8 +243,7 @@ StageTail CostModel::tail_of(int stage) const {
   constexpr double kBucket = 4 << 20;  // parameters, at least (ModelLayout)
   const Links& links = profile().links;
   const int ranks = layout_.cp * layout_.tp;
-  const LinkGroup replicas =
-      group_of_ranks(layout_.cp, layout_.tp, layout_.dp, ranks * layout_.pp, links.node_ranks);
+  const LinkGroup replicas = group_of_ranks(layout_.cp, layout_.tp, layout_.dp, ranks * layout_.pp, links.node_ranks);
   // First and last stage of a pipeline have the same matrix and add its gradients up, each rank its piece.
   const bool end = stage == 0 || stage == stages() - 1;
   double after = 0;
@@ -255,8 +255,8 @@ StageTail CostModel::tail_of(int stage) const {
   if (replicas.ranks == 1) return StageTail(after);
   const std::vector<double> groups = groups_of(stage);
   const auto layers = static_cast<double>(stage_layers(stage));
-  const bool head_first = std::ssize(groups) > stage_layers(stage) && stage == stages() - 1 &&
-                          (stage > 0 || !worker_shape_.tied);
+  const bool head_first =
+      std::ssize(groups) > stage_layers(stage) && stage == stages() - 1 && (stage > 0 || !worker_shape_.tied);
   struct Bucket {
     double ready = 0, sum = 0;  // share of the backward; time
   };

@@ -14,8 +14,8 @@ double Links::collective(const Link& inside, const Link& between, double bytes, 
   // One ring through all ranks: all adapters that the group has in a node carry it together, as far as its ranks can
   // take it on.
   const double by_adapters = between.us_per_byte / (group.fewest * share);
-  const double ring = std::max(inside.latency_us, between.latency_us) +
-                      moved(group.ranks) * std::max(inside.us_per_byte, by_adapters);
+  const double ring =
+      std::max(inside.latency_us, between.latency_us) + moved(group.ranks) * std::max(inside.us_per_byte, by_adapters);
   // What was measured is what the library does, whatever that is.
   if (measured || group.fewest == 1 || group.fewest * group.nodes != group.ranks) return ring;
   // Inside the nodes first: the adapters carry one node's part of the sums.
@@ -41,9 +41,9 @@ std::string describe(const Links& links) {
   return fmt::format(
       "{}; inside a node of {}: messages {}, reduce-scatter {}, all-gather {}; between nodes, each of {} adapter{}: "
       "{}, {}, {}",
-      links.source, links.node_ranks, text(links.transfer_inside), text(links.reduce_inside),
-      text(links.gather_inside), links.adapters, links.adapters == 1 ? "" : "s", text(links.transfer_between),
-      text(links.reduce_between), text(links.gather_between));
+      links.source, links.node_ranks, text(links.transfer_inside), text(links.reduce_inside), text(links.gather_inside),
+      links.adapters, links.adapters == 1 ? "" : "s", text(links.transfer_between), text(links.reduce_between),
+      text(links.gather_between));
 }
 
 Links assumed_links(const std::string& generation) {

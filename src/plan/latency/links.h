@@ -24,10 +24,10 @@ struct Links {
   std::string source;     // what to say of them: "assumed", or the file that was measured
   bool measured = false;  // between ranks, and not assumed
   int node_ranks = 8;
-  int adapters = 8;                         // of a node
-  Link transfer_inside, transfer_between;   // a message between two ranks; between nodes: through one adapter
-  Link reduce_inside, gather_inside;        // reduce-scatter, all-gather: per byte · (n-1)/n
-  Link reduce_between, gather_between;      // the same, for every adapter that the group has in a node
+  int adapters = 8;                        // of a node
+  Link transfer_inside, transfer_between;  // a message between two ranks; between nodes: through one adapter
+  Link reduce_inside, gather_inside;       // reduce-scatter, all-gather: per byte · (n-1)/n
+  Link reduce_between, gather_between;     // the same, for every adapter that the group has in a node
 
   // How much of an adapter a rank has, where so many ranks of a node are in use.
   double adapter_share(int used) const {

@@ -28,8 +28,8 @@ constexpr NamedLink kInside[] = {{"transfer_inside", &Links::transfer_inside},
                                   {"gather_between", &Links::gather_between}};
 
 const Json& value_of(const Json& json, const char* key, const std::string& where) {
-  SB_USER_CHECK(json.is_object() && json.contains(key), "{}: `{}` is missing; run `sparsebalance profile --links` again",
-                where, key);
+  SB_USER_CHECK(json.is_object() && json.contains(key),
+                "{}: `{}` is missing; run `sparsebalance profile --links` again", where, key);
   return json[key];
 }
 
@@ -130,10 +130,11 @@ std::string write_links(const MeasuredLinks& measured) {
 
 MeasuredLinks parse_links(const std::string& text, const std::string& where) {
   const Json json = Json::parse(text, nullptr, false);
-  SB_USER_CHECK(json.is_object() && json.contains("format") && json["format"] == "sparsebalance-links",
-                "{}: is not a file of links (`format` must be \"sparsebalance-links\"); `sparsebalance profile --links` "
-                "writes one",
-                where);
+  SB_USER_CHECK(
+      json.is_object() && json.contains("format") && json["format"] == "sparsebalance-links",
+      "{}: is not a file of links (`format` must be \"sparsebalance-links\"); `sparsebalance profile --links` "
+      "writes one",
+      where);
   const double version = number(json, "version", where, 1, 1e9);
   SB_USER_CHECK(version == MeasuredLinks::kVersion,
                 "{}: has version {}, but this program reads version {}; run `sparsebalance profile --links` again",

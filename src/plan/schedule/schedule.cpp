@@ -218,8 +218,7 @@ void Schedule::slacks(const PipelineTimes& times, std::span<const int> order, do
   const double* end = buffer.data() + 1;
   double* latest = buffer.data() + nodes_.size() + 1;
   std::fill_n(latest, nodes_.size(), deadline);
-  for (size_t s = 0; s < last_node_.size(); ++s)
-    latest[last_node_[s]] -= tail_of(s, times, order);
+  for (size_t s = 0; s < last_node_.size(); ++s) latest[last_node_[s]] -= tail_of(s, times, order);
   std::fill(slack.begin(), slack.end(), deadline);
   for (size_t id = nodes_.size(); id-- > 0;) {
     const Node& node = nodes_[id];
@@ -244,8 +243,7 @@ ScheduleResult Schedule::analyze(const PipelineTimes& times, std::span<const int
   const double* end = buffer.data() + 1;
   // Latest ends, backwards through the graph.
   std::vector<double> latest(nodes_.size(), result.makespan);
-  for (size_t s = 0; s < last_node_.size(); ++s)
-    latest[static_cast<size_t>(last_node_[s])] -= tail_of(s, times, order);
+  for (size_t s = 0; s < last_node_.size(); ++s) latest[static_cast<size_t>(last_node_[s])] -= tail_of(s, times, order);
   double busy = 0;
   result.operations.resize(nodes_.size());
   for (size_t id = nodes_.size(); id-- > 0;) {

@@ -15,8 +15,7 @@ struct StageTail {
   double least = 0, all = 0, hidden = 0;
   StageTail() = default;
   StageTail(double fixed) : least(fixed), all(fixed) {}
-  StageTail(double least_us, double all_us, double hidden_share)
-      : least(least_us), all(all_us), hidden(hidden_share) {}
+  StageTail(double least_us, double all_us, double hidden_share) : least(least_us), all(all_us), hidden(hidden_share) {}
   double after(double backward) const { return std::max(least, all - hidden * backward); }
 };
 
