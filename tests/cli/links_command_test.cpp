@@ -21,8 +21,9 @@ data: {synthetic: {task: chunk_recall, vocab_size: 16, length: 48, chunk: 4}}
 batch: {global_batch_size: 4, micro_batch_sequences: 2}
 attention: {pattern: dense}
 parallel: {dp: 2}
-train: {max_steps: 2, threads: 1, output_dir: )" + (directory_ / "run").string() +
-                                  "}\nbalance: {batching: sab, profile: h200-analytic, links: " + links + "}\n");
+train: {max_steps: 2, threads: 1, output_dir: )" +
+                                   (directory_ / "run").string() +
+                                   "}\nbalance: {batching: sab, profile: h200-analytic, links: " + links + "}\n");
   }
 };
 
@@ -69,8 +70,9 @@ TEST_F(LinksCommand, ARankThatLeavesEndsTheMeasurement) {
 if [ "$OMPI_COMM_WORLD_RANK" = 1 ]; then exec timeout -s KILL 0.2 "$@"; fi
 exec "$@"
 )");
-  const std::string command = "mpirun --quiet --allow-run-as-root --oversubscribe --bind-to none -n 2 sh " + script + " " +
-                              SB_PROGRAM + " profile --links " + links + " > " + (directory_ / "out").string() + " 2>&1";
+  const std::string command = "mpirun --quiet --allow-run-as-root --oversubscribe --bind-to none -n 2 sh " + script +
+                              " " + SB_PROGRAM + " profile --links " + links + " > " + (directory_ / "out").string() +
+                              " 2>&1";
   EXPECT_NE(std::system(command.c_str()), 0) << text_of((directory_ / "out").string());
   EXPECT_EQ(text_of(links), "as it was");
 }
