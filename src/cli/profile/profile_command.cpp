@@ -2,13 +2,13 @@
 
 #include <CLI/CLI.hpp>
 #include <algorithm>
-#include <ctime>
 #include <memory>
 
 #include "attention/gpu/launch/head_dim_check.h"
 #include "cli/at_least.h"
 #include "cli/commands.h"
 #include "cli/output_file.h"
+#include "cli/profile/measured_date.h"
 #include "cli/profile/other_work.h"
 #include "cli/profile/profile_engine.h"
 #include "cli/profile/profile_links.h"
@@ -33,13 +33,6 @@ struct ProfileArguments {
   MeasureOptions measure;
   bool tokens_given = false, threads_given = false, device_given = false;
 };
-
-std::string today() {
-  const std::time_t now = std::time(nullptr);
-  char text[32];
-  std::strftime(text, sizeof text, "%Y-%m-%dT%H:%M:%SZ", std::gmtime(&now));
-  return text;
-}
 
 // Everything that a run's latencies depend on, as its configuration has it.
 ModelShape take_from_run(ProfileArguments& arguments) {
@@ -178,7 +171,7 @@ void run(ProfileArguments arguments) {
   if (!gpu) warn(other_work.disturbance());
   profile.name = arguments.out;
   profile.machine = engine.machine();
-  profile.date = today();
+  profile.date = measured_date();
   profile.recompute = arguments.engine.recompute;
   profile.lora_rank = arguments.engine.lora.rank;
   if (gpu) describe_gpu(profile);

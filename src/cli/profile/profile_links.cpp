@@ -6,13 +6,13 @@
 #include <CLI/CLI.hpp>
 #include <chrono>
 #include <cstdio>
-#include <ctime>
 #include <memory>
 #include <thread>
 
 #include "cli/exit_code.h"
 #include "cli/output_file.h"
 #include "cli/profile/measure_links.h"
+#include "cli/profile/measured_date.h"
 #include "comm/world.h"
 #include "core/files/durable_file.h"
 #include "core/log.h"
@@ -26,13 +26,6 @@ namespace sb {
 namespace {
 
 constexpr int64_t kBuffer = int64_t{64} << 20;
-
-std::string today() {
-  const std::time_t now = std::time(nullptr);
-  char text[32];
-  std::strftime(text, sizeof text, "%Y-%m-%dT%H:%M:%SZ", std::gmtime(&now));
-  return text;
-}
 
 MeasuredLinks::Way over_gpus(Communicator& world, const MachineRanks& machine, const std::vector<std::string>& hosts) {
   RunConfig config;
@@ -56,7 +49,7 @@ void measure(const LinkArguments& arguments, Communicator& world) {
   if (world.rank() == 0) check_output(arguments.out);
   const MachineRanks machine = ranks_on_this_machine(world);
   MeasuredLinks measured;
-  measured.date = today();
+  measured.date = measured_date();
   measured.hosts = hosts_of_ranks(world);
   std::vector<float> buffer(static_cast<size_t>(kBuffer / 4), 0.0f);
   measured.host = {"MPI", measure_links({world, world, buffer.data(), kBuffer, {}}, measured.hosts)};
