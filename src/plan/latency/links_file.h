@@ -1,9 +1,7 @@
 #pragma once
 
-#include <cstdint>
 #include <optional>
 #include <string>
-#include <utility>
 #include <vector>
 
 #include "plan/latency/links.h"
@@ -14,7 +12,6 @@ namespace sb {
 // their GPUs.
 struct MeasuredLinks {
   static constexpr int kVersion = 1;
-  // One kind of link: (bytes, microseconds), the bytes of a collective times (n-1)/n; and what was fitted to them.
   struct Way {
     std::string over;  // "MPI", "NCCL", "MPI through host memory"
     Links links;
