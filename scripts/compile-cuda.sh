@@ -9,7 +9,7 @@ if ! nvcc=$(command -v "${CUDACXX:-nvcc}"); then
   echo "compile-cuda: no nvcc here: the CUDA code was NOT compiled"
   exit 0
 fi
-scripts/setup.sh
+scripts/setup.sh test
 cmake --preset cpu >/dev/null
 # Hopper, and the portable kernels for GPUs from compute capability 8.0 on.
 cmake --preset cuda -DSB_CUDA_ARCHITECTURES="80;90a" >/dev/null

@@ -11,6 +11,7 @@ if ! [[ $seconds =~ ^[0-9]+$ ]]; then
 fi
 shift || true
 
+scripts/setup.sh ci
 cmake --preset fuzz >/dev/null
 cmake --build --preset fuzz --target fuzz
 

@@ -1,18 +1,42 @@
 #!/usr/bin/env bash
-# Installs the Debian packages the build and the tests need. Returns at once when nothing is missing; where it may not
-# install (no root, no sudo) it prints what to install and stops.
+# Installs missing Debian packages: those of a tier and of the tiers before it.
+#   scripts/setup.sh [run|test|ci]     run: what scripts/quickstart.sh needs (without argument)
+#                                      test: what scripts/test.sh and scripts/test-python.sh need besides
+#                                      ci: what .ci/run and scripts/fuzz.sh need besides
+#   scripts/setup.sh --list [TIER]     prints the names and installs nothing
+# Returns at once when nothing is missing; where it may not install (no root, no sudo) it prints what to install and stops.
 set -euo pipefail
 
-packages=(
-  build-essential cmake ninja-build ccache git python3
+run=(
+  g++ cmake ninja-build
   libopenblas-dev libopenmpi-dev openmpi-bin
   libfmt-dev libspdlog-dev libcli11-dev libyaml-cpp-dev nlohmann-json3-dev libpcre2-dev libicu-dev
   zlib1g-dev libzstd-dev
-  python3-venv python3-dev
-  libgtest-dev libgmock-dev
-  clang clang-format libclang-rt-14-dev
-  chromium # looks at the page that `sparsebalance report` writes, in a test
 )
+test=(
+  ccache git python3 python3-venv python3-dev
+  libgtest-dev libgmock-dev
+)
+ci=(clang clang-format clang-tidy libclang-rt-14-dev)
+
+list=no
+if [ "${1:-}" = --list ]; then
+  list=yes
+  shift
+fi
+case "${1:-run}" in
+  run) packages=("${run[@]}") ;;
+  test) packages=("${run[@]}" "${test[@]}") ;;
+  ci) packages=("${run[@]}" "${test[@]}" "${ci[@]}") ;;
+  *)
+    echo "usage: scripts/setup.sh [--list] [run|test|ci]" >&2
+    exit 2
+    ;;
+esac
+if [ $list = yes ]; then
+  printf '%s\n' "${packages[@]}"
+  exit 0
+fi
 
 if ! command -v dpkg-query >/dev/null; then
   echo "setup: not a Debian-like system; install the equivalents of these packages and continue:" >&2

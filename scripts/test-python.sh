@@ -5,6 +5,7 @@
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
+scripts/setup.sh test
 venv=build/venv
 [ -x $venv/bin/python ] || python3 -m venv $venv
 pip=($venv/bin/python -m pip --disable-pip-version-check -q)

@@ -6,6 +6,7 @@ set -euo pipefail
 cd "$(dirname "$0")/.."
 targets=(core_test comm_test planner_test run_test train_ranks_test balanced_training_test)
 
+scripts/setup.sh test
 cmake --preset cpu-tsan >/dev/null
 cmake --build --preset cpu-tsan -j "${SB_JOBS:-$(nproc)}" --target "${targets[@]}"
 # The library that multiplies is not compiled with the sanitizer: no threads of its own.

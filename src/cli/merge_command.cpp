@@ -8,7 +8,7 @@
 #include "core/errors.h"
 #include "core/thread_pool.h"
 #include "model/adapter/merge.h"
-#include "run/checkpoint/checkpoint.h"
+#include "run/checkpoint/new_directory.h"
 
 namespace sb {
 namespace {

@@ -3,6 +3,7 @@
 #include <CLI/CLI.hpp>
 #include <csignal>
 #include <cstdio>
+#include <cstdlib>
 #include <memory>
 #include <thread>
 
@@ -24,12 +25,17 @@ struct TrainArguments {
   std::string log_level;  // as given; empty: not given
 };
 
+// Tells the ranks whether the launcher of `--ranks` shows their output on a terminal: mpirun gives them terminals of
+// their own, wherever the output then goes.
+constexpr const char* kOnTerminal = "SB_ON_TERMINAL";
+
 // This program again, as so many processes.
 void launch(const TrainArguments& arguments) {
   std::vector<std::string> command = {""};
   if (!arguments.log_level.empty()) command.insert(command.end(), {"--log-level", arguments.log_level});
   command.insert(command.end(), {"train", arguments.run.file.string()});
   for (const std::string& assignment : arguments.run.overrides) command.insert(command.end(), {"--set", assignment});
+  isatty(STDOUT_FILENO) != 0 ? setenv(kOnTerminal, "1", 1) : unsetenv(kOnTerminal);
   const int code = launch_local_ranks(arguments.ranks, std::move(command));
   if (code != 0) throw CLI::RuntimeError(code);
 }
@@ -47,8 +53,7 @@ void train(const RunConfig& config, Communicator& world) {
   log::set_prefix(fmt::format("rank {}", world.rank()));
   try {
     const MachineRanks machine = ranks_on_this_machine(world);
-    // A launcher gives its ranks terminals of its own, wherever the output then goes: plain lines.
-    run_training(config, stdout, /*terminal=*/false, StopSignal::requested,
+    run_training(config, stdout, std::getenv(kOnTerminal) != nullptr, StopSignal::requested,
                  {&world, machine.count, machine.index, machine.cores});
   } catch (const std::exception& error) {
     // What is wrong on all ranks is said by rank 0, whose abort ends the others.

@@ -25,4 +25,16 @@ void on_first_rank(Communicator& group, const std::function<void()>& work) {
   tell(group, true);
 }
 
+void on_all_ranks(Communicator& group, const std::function<void()>& work) {
+  if (group.size() == 1) return work();
+  std::future<void> result = std::async(std::launch::async, work);
+  bool done = false;
+  do {
+    if (!done && result.wait_for(group.timeout() / 4) == std::future_status::ready) {
+      result.get();
+      done = true;
+    }
+  } while (group.all_reduce(int32_t{done}, ReduceOp::min) == 0);
+}
+
 }  // namespace sb

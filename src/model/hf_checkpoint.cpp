@@ -4,7 +4,6 @@
 
 #include <algorithm>
 #include <map>
-#include <nlohmann/json.hpp>
 #include <optional>
 #include <set>
 #include <string>
@@ -12,8 +11,8 @@
 
 #include "core/errors.h"
 #include "core/files/durable_file.h"
-#include "core/files/regular_file.h"
 #include "model/tensors/safetensors.h"
+#include "model/tensors/tensor_files.h"
 
 namespace sb {
 
@@ -21,10 +20,8 @@ namespace fs = std::filesystem;
 
 namespace {
 
-using Json = nlohmann::json;
-
-constexpr const char* kSingleFile = "model.safetensors";
-constexpr const char* kIndexFile = "model.safetensors.index.json";
+constexpr const char* kStem = "model";
+const std::string kSingleFile = tensor_file_name(kStem, 1, 1), kIndexFile = tensor_index_name(kStem);
 constexpr const char* kTemporarySuffix = ".tmp";
 constexpr std::string_view kLayers = "model.layers.";
 constexpr const char* kCompanions[] = {"generation_config.json",
@@ -38,43 +35,14 @@ constexpr const char* kCompanions[] = {"generation_config.json",
                                        "chat_template.json",
                                        "chat_template.jinja"};
 
-// From the index: tensor name → file name.
-std::map<std::string, std::string> read_weight_map(const fs::path& index) {
-  const std::string text = read_regular_file(index);
-  Json parsed;
-  try {
-    parsed = Json::parse(text, [&](int depth, Json::parse_event_t, Json&) {
-      SB_USER_CHECK(depth <= 8, "{}: nested too deep for an index", index.string());
-      return true;
-    });
-  } catch (const Json::exception& error) {
-    throw UserError("{}: not valid JSON: {}", index.string(), std::string_view(error.what()).substr(0, 200));
-  }
-  SB_USER_CHECK(parsed.is_object() && parsed.contains("weight_map") && parsed["weight_map"].is_object(),
-                "{}: no weight_map in it", index.string());
-  std::map<std::string, std::string> files;
-  for (const auto& [name, value] : parsed["weight_map"].items()) {
-    // A plain name: an index may not point outside its directory.
-    const std::string shard = value.is_string() ? value.get<std::string>() : "";
-    SB_USER_CHECK(shard.ends_with(".safetensors") && shard.find('/') == std::string::npos,
-                  "{}: weight_map: tensor '{}' must name a .safetensors file next to the index", index.string(), name);
-    files.emplace(name, shard);
-  }
-  return files;
-}
-
-// Which file holds which tensor, over all files of the directory.
-std::map<std::string, std::string> locate_tensors(const fs::path& directory) {
-  if (fs::exists(directory / kSingleFile)) {
-    std::map<std::string, std::string> files;
-    const SafetensorsFile file(directory / kSingleFile);
-    for (const SafetensorsEntry& entry : file.header().entries) files.emplace(entry.name, kSingleFile);
-    return files;
-  }
-  if (fs::exists(directory / kIndexFile)) return read_weight_map(directory / kIndexFile);
-  SB_USER_CHECK(!fs::exists(directory / "pytorch_model.bin") && !fs::exists(directory / "pytorch_model.bin.index.json"),
+// The weights of a directory; names what is there instead where they are of another kind.
+TensorFiles open_weights(const fs::path& directory) {
+  SB_USER_CHECK(fs::is_directory(directory), "{}: no such directory", directory.string());
+  const bool safetensors = fs::exists(directory / kSingleFile) || fs::exists(directory / kIndexFile);
+  SB_USER_CHECK(safetensors || (!fs::exists(directory / "pytorch_model.bin") &&
+                                !fs::exists(directory / "pytorch_model.bin.index.json")),
                 "{}: only pytorch_model.bin is there; save the model as safetensors", directory.string());
-  throw UserError("{}: neither {} nor {} is there", directory.string(), kSingleFile, kIndexFile);
+  return TensorFiles(directory, kStem);
 }
 
 // "model.layers.12." of a tensor in layer 12; empty: in none.
@@ -119,15 +87,6 @@ void refuse_unknown_tensors(const fs::path& directory, const std::map<std::strin
   }
 }
 
-const SafetensorsEntry& find_entry(const SafetensorsFile& file, const FlatTensor& tensor) {
-  const SafetensorsEntry* entry = file.find(tensor.name);
-  SB_USER_CHECK(entry, "{}: tensor '{}' is not there, though the index says so", file.path().string(), tensor.name);
-  SB_USER_CHECK(entry->shape == tensor.shape, "{}: tensor '{}' has shape {}, config.json requires {}",
-                file.path().string(), tensor.name, entry->shape_text(),
-                fmt::format("[{}]", fmt::join(tensor.shape, ", ")));
-  return *entry;
-}
-
 // A tensor that is to be read and where to; nullptr: into parameters that are only kept rounded.
 struct WantedTensor {
   FlatTensor tensor;
@@ -139,17 +98,17 @@ void read_tensors(const fs::path& directory, const std::vector<WantedTensor>& wa
   std::vector<FlatTensor> tensors;
   for (const WantedTensor& want : wanted) tensors.push_back(want.tensor);
   HfTensors files(directory, tensors);
-  std::vector<float> buffer, part;
+  std::vector<float> whole, part;
   for (const auto& [tensor, to] : wanted) {
-    const bool cut = tensor.cut.axis != TensorCut::Axis::none;
-    if (to == nullptr || cut) buffer.resize(static_cast<size_t>(tensor.elements()));
-    float* values = to == nullptr || cut ? buffer.data() : to;
-    files.read(tensor, values);
-    if (then) then(tensor, values);
-    if (cut) {
-      part.resize(static_cast<size_t>(tensor.end - tensor.begin));
-      tensor.take_part(values, to == nullptr ? part.data() : to);
-      values = part.data();
+    if (to == nullptr) part.resize(static_cast<size_t>(tensor.end - tensor.begin));
+    float* values = to == nullptr ? part.data() : to;
+    if (then) {
+      whole.resize(static_cast<size_t>(tensor.elements()));
+      files.read(tensor, whole.data());
+      then(tensor, whole.data());
+      tensor.take_part(whole.data(), values);
+    } else {
+      files.read_part(tensor, values);
     }
     if (to == nullptr) rounded.store_rounded(tensor, values);
   }
@@ -206,23 +165,18 @@ std::vector<std::vector<SafetensorsTensor>> cut_into_shards(std::span<const Safe
 
 void write_weights(PendingFiles& files, std::span<const SafetensorsTensor> tensors, const HfWriteOptions& options) {
   const auto shards = cut_into_shards(tensors, options);
-  const auto write = [&](const std::string& name, std::span<const SafetensorsTensor> shard) {
-    const uint32_t checksum = write_safetensors(files.add(name), shard, options.dtype);
-    if (options.checksums != nullptr) (*options.checksums)[name] = checksum;
-  };
-  if (shards.size() == 1) return write(kSingleFile, shards[0]);
-  Json weight_map = Json::object();
+  const auto count = static_cast<int>(shards.size());
+  std::map<std::string, std::string> places;
   int64_t total = 0;
-  for (size_t i = 0; i < shards.size(); ++i) {
-    const std::string name = fmt::format("model-{:05}-of-{:05}.safetensors", i + 1, shards.size());
-    write(name, shards[i]);
-    for (const SafetensorsTensor& tensor : shards[i]) {
-      weight_map[tensor.name] = name;
+  for (int i = 0; i < count; ++i) {
+    const std::string name = tensor_file_name(kStem, i + 1, count);
+    write_safetensors(files.add(name), shards[static_cast<size_t>(i)], options.dtype);
+    for (const SafetensorsTensor& tensor : shards[static_cast<size_t>(i)]) {
+      places[tensor.name] = name;
       total += tensor.elements() * dtype_bytes(options.dtype);
     }
   }
-  const Json index = {{"metadata", {{"total_size", total}}}, {"weight_map", std::move(weight_map)}};
-  write_new_file(files.add(kIndexFile), index.dump(2) + "\n");
+  if (count > 1) write_tensor_index(files.add(kIndexFile), places, total);
 }
 
 void copy_companions(PendingFiles& files, const fs::path& from) {
@@ -235,6 +189,15 @@ void copy_companions(PendingFiles& files, const fs::path& from) {
     SB_USER_CHECK(!error, "{}: cannot copy it to {}: {}", (from / name).string(), temporary.string(), error.message());
     sync_file(temporary);
   }
+}
+
+void write_companions(PendingFiles& files, const fs::path& directory, const ModelConfig& config,
+                      const HfWriteOptions& options) {
+  write_new_file(files.add("config.json"),
+                 write_model_config(config, options.dtype == DType::bf16 ? "bfloat16" : "float32"));
+  const bool in_place =
+      !options.copy_from.empty() && fs::exists(options.copy_from) && fs::equivalent(options.copy_from, directory);
+  if (!options.copy_from.empty() && !in_place) copy_companions(files, options.copy_from);
 }
 
 // An older model's weights under names the new one does not use would be found first, or only waste space.
@@ -252,31 +215,38 @@ void remove_older_weights(const fs::path& directory, const std::vector<std::stri
 
 }  // namespace
 
-HfTensors::HfTensors(const fs::path& directory, const std::vector<FlatTensor>& wanted) : directory_(directory) {
-  SB_USER_CHECK(fs::is_directory(directory), "{}: no such directory", directory.string());
-  places_ = locate_tensors(directory);
-  refuse_unknown_tensors(directory, places_, wanted);
+HfTensors::HfTensors(const fs::path& directory, const std::vector<FlatTensor>& wanted)
+    : files_(open_weights(directory)) {
+  refuse_unknown_tensors(directory, files_.places(), wanted);
   for (const FlatTensor& tensor : wanted)
-    SB_USER_CHECK(places_.contains(tensor.name), "{}: tensor '{}' is missing{}", directory.string(), tensor.name,
+    SB_USER_CHECK(files_.places().contains(tensor.name), "{}: tensor '{}' is missing{}", directory.string(),
+                  tensor.name,
                   tensor.name == "lm_head.weight" ? " (does config.json lack \"tie_word_embeddings\": true?)" : "");
 }
 
-HfTensors::~HfTensors() = default;
-
-const SafetensorsFile& HfTensors::file_of(const FlatTensor& tensor) {
-  const std::string& name = places_.at(tensor.name);
-  std::unique_ptr<SafetensorsFile>& file = files_[name];
-  if (!file) file = std::make_unique<SafetensorsFile>(directory_ / name);
-  return *file;
+const SafetensorsEntry& HfTensors::entry(const FlatTensor& tensor) {
+  const SafetensorsEntry& entry = files_.entry(tensor.name);
+  SB_USER_CHECK(entry.shape == tensor.shape, "{}: tensor '{}' has shape {}, config.json requires {}",
+                files_.file_of(tensor.name).path().string(), tensor.name, entry.shape_text(),
+                fmt::format("[{}]", fmt::join(tensor.shape, ", ")));
+  return entry;
 }
 
 void HfTensors::read(const FlatTensor& tensor, float* values) {
-  const SafetensorsFile& file = file_of(tensor);
-  file.read_f32(find_entry(file, tensor), {values, static_cast<size_t>(tensor.elements())});
+  const SafetensorsEntry& whole = entry(tensor);
+  files_.file_of(tensor.name).read_f32(whole, {values, static_cast<size_t>(tensor.elements())});
+}
+
+void HfTensors::read_part(const FlatTensor& tensor, float* values) {
+  const SafetensorsEntry& whole = entry(tensor);
+  const SafetensorsFile& file = files_.file_of(tensor.name);
+  tensor.each_run([&](int64_t here, int64_t first, int64_t count) {
+    file.read_f32_from(whole, first, {values + here, static_cast<size_t>(count)});
+  });
 }
 
 bool HfTensors::is_bf16(const FlatTensor& tensor) {
-  return find_entry(file_of(tensor), tensor).dtype == "BF16";
+  return entry(tensor).dtype == "BF16";
 }
 
 void read_hf_weights(const fs::path& directory, ParameterSet& parameters, const TensorRead& then) {
@@ -327,13 +297,15 @@ void write_hf_model(const fs::path& directory, const ModelConfig& config, std::s
   SB_USER_CHECK(fs::is_directory(directory), "{}: no such directory", directory.string());
   PendingFiles files(directory);
   write_weights(files, tensors, options);
-  write_new_file(files.add("config.json"),
-                 write_model_config(config, options.dtype == DType::bf16 ? "bfloat16" : "float32"));
-  const bool in_place =
-      !options.copy_from.empty() && fs::exists(options.copy_from) && fs::equivalent(options.copy_from, directory);
-  if (!options.copy_from.empty() && !in_place) copy_companions(files, options.copy_from);
+  write_companions(files, directory, config, options);
   files.put_in_place();
   remove_older_weights(directory, files.names());
+}
+
+void write_hf_companions(const fs::path& directory, const ModelConfig& config, const HfWriteOptions& options) {
+  PendingFiles files(directory);
+  write_companions(files, directory, config, options);
+  files.put_in_place();
 }
 
 }  // namespace sb

@@ -2,8 +2,6 @@
 
 #include <filesystem>
 #include <functional>
-#include <map>
-#include <memory>
 #include <span>
 #include <string>
 #include <vector>
@@ -11,6 +9,7 @@
 #include "model/model_config.h"
 #include "model/parameters.h"
 #include "model/tensors/safetensors.h"
+#include "model/tensors/tensor_files.h"
 
 namespace sb {
 
@@ -30,16 +29,15 @@ class HfTensors {
  public:
   // UserError when one of `wanted` is missing, or when a layer has a tensor that is not among them.
   HfTensors(const std::filesystem::path& directory, const std::vector<FlatTensor>& wanted);
-  ~HfTensors();
   void read(const FlatTensor& tensor, float* values);
+  // What a rank has of it, and nothing else is read.
+  void read_part(const FlatTensor& tensor, float* values);
   bool is_bf16(const FlatTensor& tensor);
 
  private:
-  const SafetensorsFile& file_of(const FlatTensor& tensor);
+  const SafetensorsEntry& entry(const FlatTensor& tensor);
 
-  std::filesystem::path directory_;
-  std::map<std::string, std::string> places_;
-  std::map<std::string, std::unique_ptr<SafetensorsFile>> files_;
+  TensorFiles files_;
 };
 
 struct HfWriteOptions {
@@ -47,8 +45,6 @@ struct HfWriteOptions {
   int64_t max_shard_bytes = 5'000'000'000;
   // Tokenizer, generation and chat-template files are copied from here when set.
   std::filesystem::path copy_from = {};
-  // Gets the CRC-32C of every file of weights by its name, where set.
-  std::map<std::string, uint32_t>* checksums = nullptr;
 };
 
 // Writes a directory `transformers` loads unchanged: weights, config.json, copied companion files. `directory` must
@@ -59,5 +55,8 @@ void write_hf_model(const std::filesystem::path& directory, const ModelConfig& c
 // The same from tensors that may come from elsewhere; each is fetched once, in order.
 void write_hf_model(const std::filesystem::path& directory, const ModelConfig& config,
                     std::span<const SafetensorsTensor> tensors, const HfWriteOptions& options);
+// What belongs beside weights that are written otherwise: config.json and the companion files.
+void write_hf_companions(const std::filesystem::path& directory, const ModelConfig& config,
+                         const HfWriteOptions& options);
 
 }  // namespace sb

@@ -1,6 +1,6 @@
 #pragma once
 
-#include <functional>
+#include <span>
 #include <vector>
 
 #include "core/tensor.h"
@@ -9,17 +9,21 @@
 
 namespace sb {
 
-// Brings tensors that are spread over the grid to rank 0, one at a time, in fp32 whatever the buffers hold. All ranks
-// ask for the same tensors in the same order.
+// Brings tensors that are spread over the grid together, in fp32 whatever the buffers hold. All ranks ask for the same
+// tensors in the same order.
 class TensorCollector {
  public:
   TensorCollector(Grid& grid, const ModelLayout& layout) : grid_(grid), layout_(layout) {}
 
-  // Of a flat buffer that all replicas hold (`own`: this rank's). On rank 0: the whole tensor's values, until the next
-  // call; nullptr elsewhere.
-  const float* replicated(const ModelLayout::Tensor& tensor, TensorView own);
-  // Of a buffer that the replicas share (`own`: this rank's shard).
-  const float* sharded(const ModelLayout::Tensor& tensor, TensorView own);
+  struct Wanted {
+    const ModelLayout::Tensor* tensor;
+    TensorView own;        // this rank's buffer
+    bool sharded = false;  // the replicas share that; otherwise each of them holds all of it
+    int to = 0;            // rank in the world that gets the whole tensor
+  };
+  // At most one for each rank, all at the same time. The values of the one that is for this rank, until the next call:
+  // in `into` where that is given; nullptr where none is.
+  const float* collect(std::span<const Wanted> round, float* into = nullptr);
 
  private:
   struct Source {
@@ -27,10 +31,9 @@ class TensorCollector {
     int64_t place;  // in its buffer
     int64_t count;
   };
-  using Sources = std::function<std::vector<Source>(const ModelLayout::Tensor::Part& part)>;
-  const float* collect(const ModelLayout::Tensor& tensor, const Sources& sources_of, TensorView own);
-  // To `into` on rank 0.
-  void fetch(const std::vector<Source>& sources, TensorView own, float* into);
+  std::vector<Source> sources_of(const Wanted& wanted, const ModelLayout::Tensor::Part& part) const;
+  const float* receive(const Wanted& wanted, float* into);
+  void receive_part(const Wanted& wanted, const ModelLayout::Tensor::Part& part, float* into);
 
   Grid& grid_;
   const ModelLayout& layout_;

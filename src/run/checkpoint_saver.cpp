@@ -1,43 +1,30 @@
 #include "run/checkpoint_saver.h"
 
-#include <algorithm>
 #include <chrono>
 #include <utility>
 
+#include "comm/first_rank.h"
 #include "core/files/durable_file.h"
 #include "core/log.h"
+#include "core/memory_plan.h"
+#include "parallel/grid.h"
 #include "run/disk_room.h"
 
 namespace sb {
 namespace {
 
-double seconds_since(std::chrono::steady_clock::time_point begin) {
-  return std::chrono::duration<double>(std::chrono::steady_clock::now() - begin).count();
-}
+using Clock = std::chrono::steady_clock;
 
-int64_t elements_of(std::span<const SafetensorsTensor> tensors) {
-  int64_t elements = 0;
-  for (const SafetensorsTensor& tensor : tensors) elements += tensor.elements();
-  return elements;
-}
-
-// The same tensors with their values at `place`, which moves behind them.
-std::vector<SafetensorsTensor> copied(std::span<const SafetensorsTensor> tensors, float*& place) {
-  std::vector<SafetensorsTensor> copies;
-  for (const SafetensorsTensor& tensor : tensors) {
-    std::copy_n(tensor.data != nullptr ? tensor.data : tensor.fetch(), tensor.elements(), place);
-    copies.push_back({tensor.name, tensor.shape, place});
-    place += tensor.elements();
-  }
-  return copies;
+double seconds_since(Clock::time_point begin) {
+  return std::chrono::duration<double>(Clock::now() - begin).count();
 }
 
 }  // namespace
 
-CheckpointSaver::CheckpointSaver(RunConfig config, ModelConfig model, Mode mode)
-    : config_(std::move(config)), model_(std::move(model)) {
-  if (mode == Mode::now) return;
-  copy_.resize(static_cast<size_t>(checkpoint_bytes(config_, model_)) / sizeof(float));  // now, not in the first save
+CheckpointSaver::CheckpointSaver(RunConfig config, ModelConfig model, Communicator& world, int64_t copy_bytes)
+    : config_(std::move(config)), model_(std::move(model)), run_config_(print_run_config(config_)), world_(world) {
+  if (copy_bytes == 0) return;
+  copy_.resize(static_cast<size_t>(copy_bytes) / sizeof(float));  // now, not in the first save
   thread_ = std::thread([this] { work(); });
 }
 
@@ -56,34 +43,119 @@ CheckpointSaver::~CheckpointSaver() {
   }
 }
 
-void CheckpointSaver::save(std::span<const SafetensorsTensor> weights, std::span<const SafetensorsTensor> moments,
-                           const TrainState& state, const std::string& coverage) {
-  if (!thread_.joinable()) return write(weights, moments, state, coverage);
+void CheckpointSaver::save(const OwnTensors& own, const TrainState& state, const std::string& coverage) {
   wait();
-  const auto begin = std::chrono::steady_clock::now();
-  copy_.resize(static_cast<size_t>(elements_of(weights) + elements_of(moments)));
-  float* place = copy_.data();
-  std::vector<SafetensorsTensor> own_weights = copied(weights, place), own_moments = copied(moments, place);
-  log::debug("copied the checkpoint of step {} in {:.3f} s", state.step, seconds_since(begin));
-  std::lock_guard lock(mutex_);
-  task_ = [this, own_weights = std::move(own_weights), own_moments = std::move(own_moments), state, coverage] {
-    write(own_weights, own_moments, state, coverage);
-  };
-  changed_.notify_all();
+  saving_ = {{config_.train.output_dir, state.step, checkpoint_bytes(config_, model_)}, state, coverage, {}, {}, false};
+  try {
+    begin(own);
+  } catch (...) {
+    saving_.reset();
+    throw;
+  }
 }
 
-void CheckpointSaver::write(std::span<const SafetensorsTensor> weights, std::span<const SafetensorsTensor> moments,
-                            const TrainState& state, const std::string& coverage) const {
-  const auto begin = std::chrono::steady_clock::now();
-  const std::filesystem::path& folder = config_.train.output_dir;
-  const int64_t last_good = state.step - state.skipped_in_row;
-  const std::string run_config = print_run_config(config_);
-  make_room_for_checkpoint(config_, model_, last_good);
-  const std::filesystem::path saved =
-      save_checkpoint(folder, {model_, weights, moments, state, run_config, config_.model.path, config_.lora_config()});
-  remove_old_checkpoints(folder, state.step, config_.train.save_total_limit, last_good);
-  if (!coverage.empty()) replace_file(folder / "coverage.json", coverage);
-  log::debug("saved {} in {:.3f} s", saved.string(), seconds_since(begin));
+void CheckpointSaver::begin(const OwnTensors& own) {
+  Saving& saving = *saving_;
+  std::filesystem::path temporary;
+  on_first_rank(world_, [&] {
+    make_room_for_checkpoint(config_, model_, saving.state.step - saving.state.skipped_in_row);
+    temporary = begin_checkpoint(saving.place);
+  });
+  saving.temporary = broadcast_text(world_, temporary.string(), 0);
+  if (!thread_.joinable()) {
+    RankTensors tensors = own.tensors;
+    for (std::vector<SafetensorsTensor>* kind : {&tensors.weights, &tensors.moments})
+      for (SafetensorsTensor& tensor : *kind) tensor.fetch = [&own] { return own.next(nullptr); };
+    write(saving, tensors);
+    for (size_t i = tensors.weights.size() + tensors.moments.size(); i < own.rounds; ++i) own.next(nullptr);
+    return wait();
+  }
+  saving.finishing = alone();
+  start([this, &saving, tensors = copied(own)] {
+    write(saving, tensors);
+    if (alone()) complete(saving, saving.files);
+  });
+}
+
+// Where they stay until the next save.
+RankTensors CheckpointSaver::copied(const OwnTensors& own) {
+  const Clock::time_point begin = Clock::now();
+  RankTensors tensors = own.tensors;
+  size_t elements = 0;
+  for (const std::vector<SafetensorsTensor>* kind : {&tensors.weights, &tensors.moments})
+    for (const SafetensorsTensor& tensor : *kind) elements += static_cast<size_t>(tensor.elements());
+  SB_CHECK(elements <= copy_.size(), "{} elements to copy, room for {}", elements, copy_.size());
+  float* place = copy_.data();
+  for (std::vector<SafetensorsTensor>* kind : {&tensors.weights, &tensors.moments})
+    for (SafetensorsTensor& tensor : *kind) {
+      tensor.data = own.next(place);
+      place += tensor.elements();
+    }
+  for (size_t i = tensors.weights.size() + tensors.moments.size(); i < own.rounds; ++i) own.next(nullptr);
+  log::debug("copied {} of a checkpoint in {:.3f} s", format_bytes(static_cast<int64_t>(elements * sizeof(float))),
+             seconds_since(begin));
+  return tensors;
+}
+
+CheckpointContents CheckpointSaver::contents(const Saving& saving) const {
+  return {model_, saving.state, run_config_, config_.model.path, config_.lora_config()};
+}
+
+void CheckpointSaver::write(Saving& saving, const RankTensors& tensors) const {
+  const Clock::time_point begin = Clock::now();
+  saving.files = write_tensors(saving.temporary, saving.place, tensors, contents(saving));
+  int64_t bytes = 0;
+  for (const TensorFile& file : saving.files) bytes += file.written.bytes;
+  log::debug("wrote {} bytes of the checkpoint of step {} in {:.3f} s", bytes, saving.place.step, seconds_since(begin));
+}
+
+void CheckpointSaver::advance() {
+  check();
+  if (!saving_ || saving_->finishing) return;
+  if (world_.all_reduce(int32_t{idle()}, ReduceOp::min) != 0) finish();
+}
+
+void CheckpointSaver::wait() {
+  if (!saving_) return;
+  // A disk may be slower than anybody waits for a message.
+  try {
+    if (!saving_->finishing) {
+      on_all_ranks(world_, [this] { wait_for_task(); });
+      finish();
+    }
+    on_first_rank(world_, [this] { wait_for_task(); });
+  } catch (...) {
+    saving_.reset();
+    throw;
+  }
+  saving_.reset();
+}
+
+// All ranks have written their files.
+void CheckpointSaver::finish() {
+  const std::vector<std::string> texts = gather_texts(world_, pack_files(saving_->files), 0);
+  saving_->finishing = true;
+  if (world_.rank() != 0) return;
+  std::vector<TensorFile> files;
+  for (const std::string& text : texts)
+    for (TensorFile& file : unpack_files(text)) files.push_back(std::move(file));
+  start([this, files = std::move(files)] { complete(*saving_, files); });
+}
+
+void CheckpointSaver::complete(const Saving& saving, const std::vector<TensorFile>& files) const {
+  const Clock::time_point begin = Clock::now();
+  const TrainState& state = saving.state;
+  const std::filesystem::path saved = finish_checkpoint(saving.temporary, saving.place, files, contents(saving));
+  remove_old_checkpoints(config_.train.output_dir, state.step, config_.train.save_total_limit,
+                         state.step - state.skipped_in_row);
+  if (!saving.coverage.empty()) replace_file(config_.train.output_dir / "coverage.json", saving.coverage);
+  log::debug("saved {}, completed in {:.3f} s", saved.string(), seconds_since(begin));
+}
+
+void CheckpointSaver::start(std::function<void()> task) {
+  std::lock_guard lock(mutex_);
+  task_ = std::move(task);
+  changed_.notify_all();
 }
 
 void CheckpointSaver::work() {
@@ -105,7 +177,16 @@ void CheckpointSaver::work() {
   }
 }
 
-void CheckpointSaver::wait() {
+bool CheckpointSaver::idle() {
+  std::lock_guard lock(mutex_);
+  return !task_;
+}
+
+void CheckpointSaver::wait_for_task() {
+  if (!thread_.joinable()) {
+    if (const std::function<void()> task = std::exchange(task_, nullptr)) task();
+    return;
+  }
   std::unique_lock lock(mutex_);
   changed_.wait(lock, [&] { return !task_; });
   rethrow_failure();

@@ -15,6 +15,7 @@
 #include "core/files/durable_file.h"
 #include "core/log.h"
 #include "plan/planner/plan_log.h"
+#include "run/checkpoint/new_directory.h"
 
 namespace sb {
 namespace {

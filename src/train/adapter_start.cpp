@@ -8,6 +8,7 @@
 #include "model/adapter/peft_adapter.h"
 #include "model/hf_checkpoint.h"
 #include "model/initialization.h"
+#include "run/checkpoint/new_directory.h"
 
 namespace sb {
 namespace {

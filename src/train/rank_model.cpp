@@ -1,8 +1,9 @@
 #include "train/rank_model.h"
 
+#include <algorithm>
 #include <cmath>
 
-#include "run/checkpoint/optimizer_file.h"
+#include "run/checkpoint/optimizer_files.h"
 
 namespace sb {
 
@@ -36,6 +37,14 @@ StageOptions RankModelOptions::stage(int index, int tp_rank) const {
   return options;
 }
 
+ModelLayout RankModelOptions::layout() const {
+  return ModelLayout(model, first_layers, grid.dp * grid.cp, ModelLayout::kBucketElements, lora, grid.tp);
+}
+
+TensorWriters RankModelOptions::writers(const ModelLayout& layout) const {
+  return TensorWriters(layout, grid, /*weights_on_first_rank=*/lora.enabled());
+}
+
 namespace {
 
 // Most rows of a micro-batch that a rank has between products.
@@ -55,8 +64,7 @@ RankModel::RankModel(const RankModelOptions& options, Attention& attention, Comm
     : grid_(world, options.grid, data),
       tensor_ranks_(grid_.tensor()),
       key_ranks_(key_group(options, grid_.tensor())),
-      layout_(options.model, options.first_layers, options.grid.dp * options.grid.cp, ModelLayout::kBucketElements,
-              options.lora, options.grid.tp),
+      layout_(options.layout()),
       stage_(options.model, options.stage(grid_.stage(), grid_.tp_rank()), attention, options.threads,
              options.grid.tp > 1 ? &tensor_ranks_ : nullptr),
       pipeline_(stage_, grid_.pipeline(), most_rows(options)),
@@ -65,6 +73,7 @@ RankModel::RankModel(const RankModelOptions& options, Attention& attention, Comm
       reducer_(stage_.parameters(), shards_, grid_.replicas(), tied_bucket_ >= 0 ? grid_.ends() : nullptr, tied_bucket_,
                shared_gradients()),
       optimizer_(stage_.parameters(), shards_, grid_.replicas(), options.optimizer()),
+      writers_(options.writers(layout_)),
       collector_(grid_, layout_) {
   if (data != nullptr) connect_groups(options.device);
 }
@@ -143,26 +152,57 @@ void RankModel::settle() {
   grid_.tensor().barrier();
 }
 
+// How an item of a checkpoint comes to a rank.
+TensorCollector::Wanted RankModel::wanted(const TensorWriters::Item& item, int to) {
+  using enum TensorWriters::Kind;
+  if (item.kind != weight)
+    return {item.tensor, item.kind == first_moment ? optimizer_.first_moment() : optimizer_.second_moment(), true, to};
+  const bool sharded = !optimizer_.values().empty();
+  return {item.tensor, sharded ? optimizer_.values() : stage_.parameters().values(), sharded, to};
+}
+
 std::vector<SafetensorsTensor> RankModel::weights() {
   std::vector<SafetensorsTensor> tensors;
   for (const ModelLayout::Tensor& tensor : layout_.tensors())
     tensors.push_back({tensor.name, tensor.shape, nullptr, [this, &tensor] {
-                         return optimizer_.values().empty()
-                                    ? collector_.replicated(tensor, stage_.parameters().values())
-                                    : collector_.sharded(tensor, optimizer_.values());
+                         const TensorCollector::Wanted one = wanted({&tensor, TensorWriters::Kind::weight}, 0);
+                         return collector_.collect({&one, 1});
                        }});
   return tensors;
 }
 
-std::vector<SafetensorsTensor> RankModel::moments() {
-  std::vector<SafetensorsTensor> tensors;
-  for (const ModelLayout::Tensor& tensor : layout_.tensors())
-    tensors.push_back({first_moment_name(tensor.name), tensor.shape, nullptr,
-                       [this, &tensor] { return collector_.sharded(tensor, optimizer_.first_moment()); }});
-  for (const ModelLayout::Tensor& tensor : layout_.tensors())
-    tensors.push_back({second_moment_name(tensor.name), tensor.shape, nullptr,
-                       [this, &tensor] { return collector_.sharded(tensor, optimizer_.second_moment()); }});
-  return tensors;
+OwnTensors RankModel::own_tensors() {
+  using enum TensorWriters::Kind;
+  const int rank = grid_.world().rank();
+  OwnTensors own;
+  for (const auto& [tensor, kind] : writers_.of(rank)) {
+    if (kind == weight)
+      own.tensors.weights.push_back({tensor->name, tensor->shape});
+    else
+      own.tensors.moments.push_back(
+          {kind == first_moment ? first_moment_name(tensor->name) : second_moment_name(tensor->name), tensor->shape});
+  }
+  const auto number = [](const TensorWriters::File& file) { return FileNumber{file.number, file.count}; };
+  own.tensors.weights_file = number(writers_.weights_file(rank));
+  own.tensors.moments_file = number(writers_.moments_file(rank));
+  own.rounds = writers_.rounds();
+  own.next = [this, round = size_t{0}](float* into) mutable {
+    std::vector<TensorCollector::Wanted> all;
+    for (int to = 0; to < grid_.world().size(); ++to)
+      if (round < writers_.of(to).size()) all.push_back(wanted(writers_.of(to)[round], to));
+    ++round;
+    return collector_.collect(all, into);
+  };
+  return own;
+}
+
+int64_t RankModel::most_own_bytes(const RankModelOptions& options, int stage) {
+  const ModelLayout layout = options.layout();
+  const TensorWriters writers = options.writers(layout);
+  int64_t most = 0;
+  for (int rank = 0; rank < options.grid.ranks(); ++rank)
+    if (grid_place(options.grid, rank).stage == stage) most = std::max(most, writers.elements(rank));
+  return most * dtype_bytes(DType::f32);
 }
 
 void RankModel::serve(std::span<const SafetensorsTensor> tensors) {

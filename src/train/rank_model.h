@@ -14,7 +14,9 @@
 #include "parallel/sharded_adamw.h"
 #include "parallel/tensor_collector.h"
 #include "parallel/tensor_ranks.h"
+#include "parallel/tensor_writers.h"
 #include "run/checkpoint/checkpoint.h"
+#include "run/checkpoint_saver.h"
 #include "run/config/run_config.h"
 
 namespace sb {
@@ -46,6 +48,8 @@ struct RankModelOptions {
 
   // `tp_rank`: the first one has as much as any other.
   StageOptions stage(int index, int tp_rank = 0) const;
+  ModelLayout layout() const;
+  TensorWriters writers(const ModelLayout& layout) const;
   ShardedAdamW::Storage optimizer() const { return {offload_optimizer, moments}; }
 };
 
@@ -75,9 +79,12 @@ class RankModel {
   // Until nothing is on its way between ranks any more; throws what failed in the meantime.
   void settle();
 
-  // All tensors that are trained, for writing on rank 0; the other ranks serve() them in the same order.
+  // All tensors that are trained, for writing on rank 0, one at a time; the other ranks serve() them in the same order.
   std::vector<SafetensorsTensor> weights();
-  std::vector<SafetensorsTensor> moments();
+  // What this rank writes of a checkpoint.
+  OwnTensors own_tensors();
+  // Bytes of that, of the rank of a stage that has the most.
+  static int64_t most_own_bytes(const RankModelOptions& options, int stage);
   static void serve(std::span<const SafetensorsTensor> tensors);
   TrainState load(const std::filesystem::path& checkpoint);
   // The same without the weights.
@@ -85,6 +92,7 @@ class RankModel {
 
  private:
   std::vector<GradientReducer::Shared> shared_gradients();
+  TensorCollector::Wanted wanted(const TensorWriters::Item& item, int to);
   void connect_groups(DeviceKind device);
 
   Grid grid_;
@@ -98,6 +106,7 @@ class RankModel {
   int tied_bucket_;
   GradientReducer reducer_;
   ShardedAdamW optimizer_;
+  TensorWriters writers_;
   TensorCollector collector_;
 };
 

@@ -11,6 +11,7 @@
 #include "core/errors.h"
 #include "core/log.h"
 #include "device/cuda.h"
+#include "device/event.h"
 #include "model/flops.h"
 #include "model/hf_checkpoint.h"
 #include "parallel/ring/context_layout.h"
@@ -151,13 +152,20 @@ PackingLimits Trainer::packing(const RunConfig& config, const TrainerParts& part
 
 MemoryPlan Trainer::memory_plan(const RunConfig& config, const TrainerParts& parts, int stage) {
   MemoryPlan plan = RankModel::memory_plan(rank_model_options(config, parts), parts.attention, stage);
-  if (!parts.save_in_background || stage != 0) return plan;
-  const std::string name = parts.world ? "checkpoint copy, rank 0" : "checkpoint copy";
+  if (parts.checkpoint_copies.empty()) return plan;
+  const int64_t copy = parts.checkpoint_copies[static_cast<size_t>(stage)];
   if (config.device == DeviceKind::cpu)
-    plan.add(name, checkpoint_bytes(config, parts.model));
+    plan.add("checkpoint copy", copy);
   else
-    plan.add_on_host(name, checkpoint_bytes(config, parts.model));
+    plan.add_on_host("checkpoint copy", copy);
   return plan;
+}
+
+std::vector<int64_t> Trainer::checkpoint_copies(const RunConfig& config, const TrainerParts& parts) {
+  std::vector<int64_t> bytes;
+  const RankModelOptions options = rank_model_options(config, parts);
+  for (int stage = 0; stage < config.parallel.pp; ++stage) bytes.push_back(RankModel::most_own_bytes(options, stage));
+  return bytes;
 }
 
 std::vector<int> Trainer::offload(const RunConfig& config, TrainerParts parts, int64_t memory) {
@@ -228,10 +236,10 @@ Trainer::Trainer(const RunConfig& config, TrainerParts parts, RunDirectory& dire
   if (leads()) planner_ = parts_.planner ? parts_.planner : own_planner_.get();
   ahead_ = world_->all_reduce(planner_ ? int64_t{planner_->ahead()} : 0);
   load_start_of_run();
+  const std::vector<int64_t>& copies = parts_.checkpoint_copies;
+  saver_ = std::make_unique<CheckpointSaver>(config_, parts_.model, *world_,
+                                             copies.empty() ? 0 : copies[static_cast<size_t>(model_->grid().stage())]);
   if (leads()) {
-    saver_ = std::make_unique<CheckpointSaver>(
-        config_, parts_.model,
-        parts_.save_in_background ? CheckpointSaver::Mode::in_background : CheckpointSaver::Mode::now);
     log_ = std::make_unique<RunLog>(parts_.console, directory_.path(), state_.step, config_.train.tensorboard);
     ticker_ = std::make_unique<StepTicker>(parts_.console);
   }
@@ -294,7 +302,7 @@ TrainSummary Trainer::run() {
     if (due_after(state_.step, config_.train.save_steps, config_.train.max_steps)) save();
   }
   save();
-  wait_for_saves();
+  saver_->wait();
   if (!summary.interrupted) write_final_model(summary);
   flush_trace();
   trace_.finish();
@@ -307,14 +315,20 @@ TrainSummary Trainer::run() {
 }
 
 bool Trainer::step() {
-  if (saver_) saver_->check();
+  saver_->advance();
   if (stop_agreed()) return false;
   const auto begin = std::chrono::steady_clock::now();
   const auto span = trace_.span("step", state_.step + 1);
 
   const StepPlan plan = receive_plan();
-  const bool compare = config_.balance.compare_steps > 0 && (state_.step + 1) % config_.balance.compare_steps == 0;
-  const double in_order = compare ? time_in_order() : 0.0;
+  const int64_t number = state_.step + 1, every = config_.balance.compare_steps;
+  const bool compare = every > 0 && number % every == 0;
+  // Who runs second finds caches warm: they take turns.
+  const bool in_order_first = compare && number / every % 2 == 1;
+  const StepPlan in_order = compare ? plan_in_order() : StepPlan();
+  std::chrono::nanoseconds in_order_time{0};
+  if (in_order_first) in_order_time = time_in_order(in_order, number);
+  if (compare) start_together();
   const auto computing = std::chrono::steady_clock::now();
   const std::optional<LossSums> sums = forward_backward(plan);
   if (!sums) return false;
@@ -330,14 +344,17 @@ bool Trainer::step() {
     update(grad_norm);
   else
     skip_update();
-  const std::chrono::nanoseconds time =
-      time_since(begin) - std::chrono::duration_cast<std::chrono::nanoseconds>(std::chrono::duration<double>(in_order));
+  const std::chrono::nanoseconds time = time_since(begin) - in_order_time;
 
   if (parts_.sparse) attention_report_ = sum_over_ranks(*world_, parts_.sparse->take_report(), config_.parallel.tp);
-  if (finite) learn(plan, *sums, time.count());
+  SelectionObservations observed;
+  if (parts_.sparse) observed = parts_.sparse->take_observations();
+  // Before thresholds move: both ways select by the same ones.
+  if (compare && finite && !in_order_first) in_order_time = time_in_order(in_order, number);
+  if (finite) learn(plan, *sums, std::move(observed), time.count());
   report_ = {};
-  if (compare) {
-    report_.in_order_seconds = in_order;
+  if (compare && finite) {
+    report_.in_order_seconds = std::chrono::duration<double>(in_order_time).count();
     report_.balanced_seconds = balanced;
   }
   log_step(plan, *sums, grad_norm, !finite, std::chrono::duration<double>(time).count());
@@ -352,23 +369,34 @@ bool Trainer::stop_agreed() {
   return world_->all_reduce(int32_t{own}, ReduceOp::max) != 0;
 }
 
-// Seconds that the coming step's batch takes in order, at the configured budgets, up to its reduced gradients. These
-// are thrown away, and so is what attention learned.
-double Trainer::time_in_order() {
-  const auto span = trace_.span("in order", state_.step + 1);
+// The coming step's batch in order, at the configured budgets.
+Trainer::StepPlan Trainer::plan_in_order() {
   InOrderPlanner planner(config_.parallel.dp, parts_.model.layers, limits_);
   planner.announce(state_.step + 1, step_batch(config_, parts_.source, state_, state_.step + 1));
-  const StepPlan step = read_step(planner.next());
+  return read_step(planner.next());
+}
+
+// What is timed begins when every rank and its device have ended what came before.
+void Trainer::start_together() {
+  DeviceEvent queued(exec_.device);
+  queued.record(exec_);
+  queued.wait();
   world_->barrier();
+}
+
+// What the step takes in order, up to its reduced gradients. These are thrown away, and so is what attention learned.
+std::chrono::nanoseconds Trainer::time_in_order(const StepPlan& plan, int64_t step) {
+  const auto span = trace_.span("in order", step);
+  start_together();
   const auto begin = std::chrono::steady_clock::now();
-  model_->forward_backward(exec_, step.micro_batches, [] { return false; });
+  model_->forward_backward(exec_, plan.micro_batches, [] { return false; });
   model_->reduce(exec_);
-  const std::chrono::duration<double> time = time_since(begin);
+  const std::chrono::nanoseconds time = time_since(begin);
   if (parts_.sparse) {
     parts_.sparse->take_observations();
     parts_.sparse->take_report();
   }
-  return time.count();
+  return time;
 }
 
 // Gradients of the whole global batch, before their reduction; nothing when asked to stop on the way.
@@ -422,7 +450,7 @@ void Trainer::skip_update() {
 
 // The newest checkpoint from before the gradients went wrong, in words.
 std::string Trainer::last_good_checkpoint() const {
-  if (saver_) saver_->wait();
+  saver_->wait();
   const std::vector<int64_t> steps = checkpoint_steps(directory_.path());
   const int64_t last_good = state_.step - state_.skipped_in_row;
   const auto after = std::upper_bound(steps.begin(), steps.end(), last_good);
@@ -445,13 +473,13 @@ void Trainer::give_up() const {
 
 // A source with a curriculum moves on when the model is good enough; selection and the planner follow what was
 // measured. What comes of numbers that are none teaches nobody: forward_backward() forgets it.
-void Trainer::learn(const StepPlan& plan, const LossSums& sums, int64_t step_ns) {
+void Trainer::learn(const StepPlan& plan, const LossSums& sums, SelectionObservations observed, int64_t step_ns) {
   const uint64_t unseen = state_.position + static_cast<uint64_t>(ahead_ * config_.batch.global_batch_size);
   if (parts_.source.observe(sums.correct, sums.targets, unseen) && leads())
     parts_.console.text(fmt::format("step {}: accuracy {:.1f}%, sequences of {} tokens from here on", state_.step,
                                     100.0 * accuracy(sums), parts_.source.length(unseen)));
   state_.source_state = parts_.source.state();
-  if (parts_.sparse) learn_selection();
+  if (parts_.sparse) learn_selection(std::move(observed));
   // The times of a rehearsal say nothing of the ranks that it is planned for.
   StepMeasurement measurement;
   if (!config_.parallel.rehearse.on()) measurement = gather_times(model_->grid(), plan.plan, operations_);
@@ -462,9 +490,9 @@ void Trainer::learn(const StepPlan& plan, const LossSums& sums, int64_t step_ns)
   planner_->learn(measurement);
 }
 
-void Trainer::learn_selection() {
-  state_.selection = sb::learn(state_.selection,
-                               sum_over_ranks(*world_, parts_.sparse->take_observations(), stage().options().tensor));
+void Trainer::learn_selection(SelectionObservations observed) {
+  state_.selection =
+      sb::learn(state_.selection, sum_over_ranks(*world_, std::move(observed), stage().options().tensor));
   use_selection();
 }
 
@@ -482,7 +510,7 @@ void Trainer::log_step(const StepPlan& plan, const LossSums& sums, double grad_n
   report_.targets = sums.targets;
   report_.accuracy = accuracy(sums);
   report_.seconds = seconds;
-  time_left_.step(TimeLeft::Seconds(seconds));
+  time_left_.step(TimeLeft::Seconds(seconds + report_.in_order_seconds.value_or(0.0)));
   report_.seconds_left = time_left_.after(state_.step).count();
   report_.flops = training_flops(parts_.model, plan.lengths, 1.0, config_.lora_config());
   report_.peak_flops = peak_flops_ * world_->size();

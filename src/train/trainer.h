@@ -1,5 +1,6 @@
 #pragma once
 
+#include <chrono>
 #include <cstdint>
 #include <functional>
 #include <memory>
@@ -60,8 +61,9 @@ struct TrainerParts {
   // Several ranks on GPUs: where this one computes and how its data gets to the others.
   RankDevice* device = nullptr;
   IndexDump* dump = nullptr;  // `attention`, where lists of a step are saved
-  // Rank 0 writes checkpoints from a copy in host memory while all go on training.
-  bool save_in_background = false;
+  // Of the ranks of every stage: host memory for a copy of what they write of a checkpoint while all go on training
+  // (Trainer::checkpoint_copies). Empty: they wait for the write.
+  std::vector<int64_t> checkpoint_copies = {};
 };
 
 // What balancing did in the steps of a process: means of what the step line shows.
@@ -115,6 +117,7 @@ class Trainer {
   static std::vector<int> offload(const RunConfig& config, TrainerParts parts, int64_t memory);
   // How many layers of every stage keep the fp8 codes of their weights there: as many as have room beside all else.
   static std::vector<int> kept_codes(const RunConfig& config, TrainerParts parts, int64_t memory);
+  static std::vector<int64_t> checkpoint_copies(const RunConfig& config, const TrainerParts& parts);
 
   // One optimizer step; false: asked to stop, or without a plan; nothing has changed.
   bool step();
@@ -138,7 +141,9 @@ class Trainer {
   void load_start_of_run();
   StepPlan receive_plan();
   StepPlan read_step(Plan plan);
-  double time_in_order();
+  void start_together();
+  StepPlan plan_in_order();
+  std::chrono::nanoseconds time_in_order(const StepPlan& plan, int64_t step);
   void announce_steps();
   std::vector<MicroBatch> read_micro_batches(const PlannedRank& planned, std::span<const float> weights) const;
   MicroBatch read_micro_batch(const PlannedMicroBatch& planned, std::span<const float> weights) const;
@@ -149,8 +154,8 @@ class Trainer {
   void skip_update();
   [[noreturn]] void give_up() const;
   std::string last_good_checkpoint() const;
-  void learn(const StepPlan& plan, const LossSums& sums, int64_t step_ns);
-  void learn_selection();
+  void learn(const StepPlan& plan, const LossSums& sums, SelectionObservations observed, int64_t step_ns);
+  void learn_selection(SelectionObservations observed);
   void use_selection();
   void log_step(const StepPlan& plan, const LossSums& sums, double grad_norm, bool skipped, double seconds);
   void flush_trace();
@@ -170,7 +175,6 @@ class Trainer {
   std::optional<LossSums> forward(const Look& look);
   LossSums evaluate_whole(MicroBatch batch);
   void save();
-  void wait_for_saves();
   void write_final_model(TrainSummary& summary);
 
   RunConfig config_;
@@ -201,10 +205,10 @@ class Trainer {
   std::vector<Pipeline::SourceLoss> source_losses_;  // of the last step, all ranks
   std::vector<Pipeline::Operation> operations_;      // of the last step, this rank
   int64_t saved_step_ = -1, validated_step_ = -1;
-  int64_t skipped_in_row_here_ = 0;         // by this process: one that is resumed tries as often again
-  std::unique_ptr<CheckpointSaver> saver_;  // on rank 0
-  std::unique_ptr<RunLog> log_;             // on rank 0
-  std::unique_ptr<StepTicker> ticker_;      // on rank 0
+  int64_t skipped_in_row_here_ = 0;  // by this process: one that is resumed tries as often again
+  std::unique_ptr<CheckpointSaver> saver_;
+  std::unique_ptr<RunLog> log_;         // on rank 0
+  std::unique_ptr<StepTicker> ticker_;  // on rank 0
   TraceWriter trace_;
 };
 

@@ -23,6 +23,7 @@
 #include "parallel/ring/gpu/cuda_ring_attention.h"
 #include "parallel/ring/gpu/cuda_ring_memory.h"
 #include "parallel/ring/ring_attention.h"
+#include "run/common_directory.h"
 #include "run/config/run_config_lora.h"
 #include "run/config/run_config_precision.h"
 #include "run/disk_room.h"
@@ -315,19 +316,22 @@ void check_memory(const RunConfig& config, const TrainerParts& parts, const Avai
       config.train.offload_optimizer ? "set train.offload_optimizer: false, use more ranks, or " : "", plan.table());
 }
 
-// Whether host memory has room for a copy of a checkpoint, from which it is written while the ranks go on.
-bool copy_fits(const RunConfig& config, const TrainerParts& parts, int64_t host_memory) {
-  if (config.train.save_steps == 0) return false;  // the last one alone, for which nobody waits
-  const MemoryPlan plan = Trainer::memory_plan(config, parts);
+// What the ranks copy of a checkpoint to write it while they go on: nothing where one of them has no room for its copy.
+std::vector<int64_t> copies_that_fit(const RunConfig& config, const TrainerParts& parts, int64_t host_memory) {
+  if (config.train.save_steps == 0) return {};  // the last one alone, for which nobody waits
+  const std::vector<int64_t> copies = Trainer::checkpoint_copies(config, parts);
+  const bool first = parts.world == nullptr || parts.world->rank() == 0;
+  const int stage = parts.world ? grid_place(config.parallel.grid(), parts.world->rank()).stage : 0;
+  const MemoryPlan plan = Trainer::memory_plan(config, parts, stage);
   const int64_t planned = config.device == DeviceKind::cpu ? plan.total() : plan.host_total();
-  const int64_t copy = checkpoint_bytes(config, parts.model);
-  if (host_memory == 0 || planned + copy <= host_memory) return true;
+  const int64_t copy = copies[static_cast<size_t>(stage)];
+  const bool fits = host_memory == 0 || planned + copy <= host_memory;
+  if (parts.world ? parts.world->all_reduce(int32_t{fits}, ReduceOp::min) != 0 : fits) return copies;
   // Where not even the rest fits there will be no training.
-  const bool trains = planned <= host_memory;
-  if (trains && (parts.world == nullptr || parts.world->rank() == 0))
-    log::info("training pauses while a checkpoint is saved: host memory has no room for a copy of {}",
-              format_bytes(copy));
-  return false;
+  if (first && planned <= host_memory)
+    log::info("training pauses while a checkpoint is saved: host memory has no room for a copy of {}{}",
+              format_bytes(*std::ranges::max_element(copies)), parts.world ? " on every rank" : "");
+  return {};
 }
 
 std::string footer(const RunConfig& config, const TrainSummary& summary) {
@@ -401,6 +405,7 @@ void say_what_will_happen(const RunConfig& config, const Sources& sources, bool 
 // Rank 0 opens and decides; the others follow.
 std::unique_ptr<RunDirectory> open_run_directory(const RunConfig& config, Communicator* world) {
   if (world == nullptr || world->size() == 1) return std::make_unique<RunDirectory>(config);
+  check_common_directory(*world, config.train.output_dir);
   // Reads the newest checkpoint whole.
   std::unique_ptr<RunDirectory> directory;
   on_first_rank(*world, [&] { directory = std::make_unique<RunDirectory>(config); });
@@ -471,7 +476,7 @@ TrainSummary run_training(const RunConfig& given, std::FILE* out, bool terminal,
   if (device) ranks.world->barrier();  // before anybody takes any
   parts.offload = Trainer::offload(config, parts, memory.training);
   parts.kept_codes = Trainer::kept_codes(config, parts, memory.training);
-  parts.save_in_background = copy_fits(config, parts, memory.host);
+  parts.checkpoint_copies = copies_that_fit(config, parts, memory.host);
   if (ranks.world) check_links(config, *ranks.world);
   const std::string links = leads ? links_text(config, model) : std::string();
   if (leads) console.text(header(config, parts, memory.training));

@@ -8,7 +8,7 @@
 
 #include "tests/cli/program.h"
 
-namespace sb::testing {
+namespace sb::test {
 
 // A folder of its own for every test.
 class Cli : public ::testing::Test {
@@ -31,4 +31,4 @@ class Cli : public ::testing::Test {
   std::filesystem::path directory_;
 };
 
-}  // namespace sb::testing
+}  // namespace sb::test

@@ -4,7 +4,7 @@
 
 #include "tests/cli/cli_fixture.h"
 
-namespace sb::testing {
+namespace sb::test {
 namespace {
 
 TEST_F(Cli, HelpAndVersion) {
@@ -372,4 +372,4 @@ TEST_F(Cli, MarkdownIsTheReference) {
 }
 
 }  // namespace
-}  // namespace sb::testing
+}  // namespace sb::test

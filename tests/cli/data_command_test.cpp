@@ -6,7 +6,7 @@
 #include "cli/progress.h"
 #include "tests/cli/program.h"
 
-namespace sb::testing {
+namespace sb::test {
 namespace {
 
 class DataCommand : public ::testing::Test {
@@ -217,4 +217,4 @@ TEST_F(DataCommand, WrongArguments) {
 }
 
 }  // namespace
-}  // namespace sb::testing
+}  // namespace sb::test

@@ -4,7 +4,7 @@
 
 #include "tests/cli/cli_fixture.h"
 
-namespace sb::testing {
+namespace sb::test {
 namespace {
 
 class EvalCommand : public Cli {};
@@ -454,4 +454,4 @@ TEST_F(EvalCommand, ServeRefusesNumbersThatItWouldHaveToCut) {
 }
 
 }  // namespace
-}  // namespace sb::testing
+}  // namespace sb::test

@@ -7,7 +7,7 @@
 #include "run/config/run_config.h"
 #include "tests/cli/cli_fixture.h"
 
-namespace sb::testing {
+namespace sb::test {
 namespace {
 
 constexpr const char* kModel = "tests/data/hf/qwen2_tied";
@@ -262,4 +262,4 @@ TEST_F(FirstHour, LongBenchHasAMeanForEachTask) {
 }
 
 }  // namespace
-}  // namespace sb::testing
+}  // namespace sb::test

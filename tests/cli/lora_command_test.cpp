@@ -3,7 +3,7 @@
 
 #include "tests/cli/cli_fixture.h"
 
-namespace sb::testing {
+namespace sb::test {
 namespace {
 
 class LoraCommands : public Cli {
@@ -75,4 +75,4 @@ TEST_F(LoraCommands, SimulateKnowsTheBackwardOfAFrozenModel) {
 }
 
 }  // namespace
-}  // namespace sb::testing
+}  // namespace sb::test

@@ -3,7 +3,7 @@
 
 #include "tests/cli/cli_fixture.h"
 
-namespace sb::testing {
+namespace sb::test {
 namespace {
 
 class MeasureCommand : public Cli {
@@ -206,4 +206,4 @@ TEST_F(MeasureCommand, EvalTakesItsOptions) {
 }
 
 }  // namespace
-}  // namespace sb::testing
+}  // namespace sb::test

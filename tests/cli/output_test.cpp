@@ -10,7 +10,7 @@
 #include "run/config/run_config.h"
 #include "tests/cli/cli_fixture.h"
 
-namespace sb::testing {
+namespace sb::test {
 namespace {
 
 class Outputs : public Cli {
@@ -289,4 +289,4 @@ TEST_F(Outputs, DrawnLengthsAreOfThePool) {
 }
 
 }  // namespace
-}  // namespace sb::testing
+}  // namespace sb::test

@@ -10,7 +10,7 @@
 #include <functional>
 #include <iterator>
 
-namespace sb::testing {
+namespace sb::test {
 namespace {
 
 std::string read_and_remove(const std::filesystem::path& path) {
@@ -95,4 +95,4 @@ int run_program_without_streams(const std::vector<std::string>& arguments) {
   return exit_code_of(arguments, [] { return close(0) == 0 && close(1) == 0 && close(2) == 0; });
 }
 
-}  // namespace sb::testing
+}  // namespace sb::test

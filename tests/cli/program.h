@@ -3,7 +3,7 @@
 #include <string>
 #include <vector>
 
-namespace sb::testing {
+namespace sb::test {
 
 struct ProgramResult {
   int exit_code = -1;  // 128 + signal when killed by one
@@ -22,4 +22,4 @@ ProgramResult run_program_into_broken_pipe(const std::vector<std::string>& argum
 // The same with standard input, output and error closed; returns the exit code.
 int run_program_without_streams(const std::vector<std::string>& arguments);
 
-}  // namespace sb::testing
+}  // namespace sb::test

@@ -3,7 +3,7 @@
 
 #include "tests/cli/cli_fixture.h"
 
-namespace sb::testing {
+namespace sb::test {
 namespace {
 
 class SimulateCommand : public Cli {};
@@ -194,4 +194,4 @@ TEST_F(SimulateCommand, SimulateTakesDenseLayers) {
 }
 
 }  // namespace
-}  // namespace sb::testing
+}  // namespace sb::test

@@ -1,17 +1,20 @@
-// NCCL's interface on host memory, for ranks that are threads of one process: an operation is over when all its ranks
-// have called it, and reports that it is in progress till then. What was called is written down.
+// NCCL's interface for ranks that are threads of one process. What was called is written down, and ranks that call
+// different things are told of it. When an operation happens is said by fake_nccl_at_once.cpp (host memory) or
+// tests/softgpu/nccl/ (streams of the software device).
+#include "tests/comm/fake_nccl.h"
+
 #include <algorithm>
 #include <cstdint>
 #include <cstring>
 #include <map>
-#include <memory>
 #include <mutex>
-#include <string>
-#include <vector>
 
 #include "device/float16.h"
 
 namespace {
+
+using fake_nccl::Call;
+using fake_nccl::Operation;
 
 enum Result { kSuccess = 0, kInvalidArgument = 4, kInvalidUsage = 5, kInProgress = 7 };
 
@@ -25,23 +28,10 @@ struct Config {
   int blocking, cga_cluster_size, min_ctas, max_ctas;
 };
 
-struct Call {
-  std::string kind;
-  const void* from = nullptr;
-  void* to = nullptr;
-  size_t count = 0;
-  int type = 0, op = 0, root = 0;
-};
-
-struct Operation {
-  std::vector<Call> calls;
-  std::vector<bool> came;
-  size_t arrived = 0;
-  bool done = false;
-};
-
 struct World {
   int ranks = 0, joined = 0, finalized = 0;
+  std::vector<int> devices;  // of the ranks that joined
+  bool shared_device = false;
   std::map<int64_t, std::shared_ptr<Operation>> operations;
 };
 
@@ -49,7 +39,7 @@ struct Comm {
   std::shared_ptr<World> world;
   int rank = 0;
   int64_t number = 0;
-  std::shared_ptr<Operation> last;
+  std::vector<std::shared_ptr<Operation>> pending;  // the last one last
   bool finalizing = false;
 };
 
@@ -59,10 +49,8 @@ std::string calls;
 int64_t ids = 0;
 std::string hanging;  // operations of this kind never end
 std::string failing;  // and of this fail
-
-size_t element(int type) {
-  return type == 1 ? 1 : type == 9 ? 2 : type == 2 || type == 7 ? 4 : 8;
-}
+const char* const kLastError = "the cable is loose";
+std::string last_error = kLastError;
 
 struct Bf16 {
   uint16_t bits;
@@ -84,7 +72,7 @@ void combine(void* into, const void* other, size_t count, int op) {
 
 void reduce(std::vector<char>& into, const Operation& operation, size_t offset, size_t count) {
   const Call& first = operation.calls[0];
-  const size_t bytes = count * element(first.type);
+  const size_t bytes = count * fake_nccl::element_bytes(first.type);
   into.assign(static_cast<const char*>(first.from) + offset, static_cast<const char*>(first.from) + offset + bytes);
   for (size_t r = 1; r < operation.calls.size(); ++r) {
     const char* other = static_cast<const char*>(operation.calls[r].from) + offset;
@@ -97,9 +85,11 @@ void reduce(std::vector<char>& into, const Operation& operation, size_t offset, 
   }
 }
 
-void perform(Operation& operation) {
+}  // namespace
+
+void fake_nccl::perform(Operation& operation) {
   const Call& first = operation.calls[0];
-  const size_t bytes = first.count * element(first.type), ranks = operation.calls.size();
+  const size_t bytes = first.count * fake_nccl::element_bytes(first.type), ranks = operation.calls.size();
   std::vector<char> sum;
   if (first.kind == "all_reduce") {
     reduce(sum, operation, 0, first.count);
@@ -121,24 +111,51 @@ void perform(Operation& operation) {
   }
 }
 
+namespace {
+
+// Why a rank's call is not what the others called; empty: it is.
+std::string difference(const Operation& operation, int rank, const Call& call) {
+  for (size_t other = 0; other < operation.calls.size(); ++other) {
+    const Call& theirs = operation.calls[other];
+    if (theirs.kind.empty()) continue;
+    const bool message = call.kind == "send" || call.kind == "receive";
+    const bool fits = message ? theirs.kind == (call.kind == "send" ? "receive" : "send")
+                              : theirs.kind == call.kind && theirs.op == call.op && theirs.root == call.root;
+    if (fits && theirs.count == call.count && theirs.type == call.type) continue;
+    return "rank " + std::to_string(rank) + " calls " + call.kind + " of " + std::to_string(call.count) +
+           " elements of type " + std::to_string(call.type) + " as operation " + std::to_string(operation.number) +
+           " of a communicator, rank " + std::to_string(other) + " " + theirs.kind + " of " +
+           std::to_string(theirs.count) + " of type " + std::to_string(theirs.type);
+  }
+  return "";
+}
+
 Result enter(void* handle, Call call) {
   auto* comm = static_cast<Comm*>(handle);
   std::lock_guard lock(mutex);
   calls += call.kind + " " + std::to_string(call.count) + "\n";
   if (call.kind == failing) return kInvalidUsage;
-  if (comm->last && !comm->last->done) return kInvalidUsage;  // it has not been waited for
-  std::shared_ptr<Operation>& slot = comm->world->operations[comm->number++];
+  std::erase_if(comm->pending, [](const auto& operation) { return operation->done.load(); });
+  if (!comm->pending.empty() && !comm->pending.back()->accepted) return kInvalidUsage;  // it has not been waited for
+  std::shared_ptr<Operation>& slot = comm->world->operations[comm->number];
   if (!slot) {
     slot = std::make_shared<Operation>();
+    slot->number = comm->number;
     slot->calls.resize(static_cast<size_t>(comm->world->ranks));
   }
-  const bool hangs = call.kind == hanging;
-  slot->calls[static_cast<size_t>(comm->rank)] = std::move(call);
-  comm->last = slot;
-  if (++slot->arrived == slot->calls.size() && !hangs) {
-    perform(*slot);
-    slot->done = true;
+  if (const std::string why = difference(*slot, comm->rank, call); !why.empty()) {
+    last_error = why;
+    return kInvalidUsage;
   }
+  ++comm->number;
+  const bool hangs = call.kind == hanging;
+  const auto rank = static_cast<size_t>(comm->rank);
+  slot->calls[rank] = std::move(call);
+  comm->pending.push_back(slot);
+  const std::shared_ptr<Operation> operation = slot;
+  // Nobody asks for it any more once all have called.
+  if (++slot->arrived == slot->calls.size()) comm->world->operations.erase(operation->number);
+  if (!hangs) fake_nccl::submit(operation, rank);
   return kInProgress;
 }
 
@@ -158,6 +175,7 @@ void fake_nccl_behave(const char* hangs, const char* fails) {
   std::lock_guard lock(mutex);
   hanging = hangs;
   failing = fails;
+  last_error = kLastError;
 }
 
 int ncclGetVersion(int* version) {
@@ -168,7 +186,10 @@ const char* ncclGetErrorString(int result) {
   return result == kInvalidUsage ? "invalid usage" : "unknown";
 }
 const char* ncclGetLastError(void*) {
-  return "the cable is loose";
+  thread_local std::string told;
+  std::lock_guard lock(mutex);
+  told = last_error;
+  return told.c_str();
 }
 int ncclGetUniqueId(UniqueId* id) {
   std::lock_guard lock(mutex);
@@ -185,16 +206,22 @@ int ncclCommInitRankConfig(void** comm, int ranks, UniqueId id, int rank, Config
   if (!world) world = std::make_shared<World>();
   world->ranks = ranks;
   ++world->joined;
-  *comm = new Comm{world, rank, 0, nullptr, false};
+  const int device = fake_nccl::device_of_caller(rank);
+  if (std::ranges::find(world->devices, device) != world->devices.end()) {
+    last_error = "duplicate GPU: two ranks of a communicator have device " + std::to_string(device);
+    world->shared_device = true;
+  }
+  world->devices.push_back(device);
+  *comm = new Comm{world, rank, 0, {}, false};
   return kInProgress;
 }
 int ncclCommGetAsyncError(void* handle, int* state) {
   auto* comm = static_cast<Comm*>(handle);
   std::lock_guard lock(mutex);
   const World& world = *comm->world;
-  const bool ready =
-      world.joined == world.ranks && (!comm->last || comm->last->done) && (!comm->finalizing || world.finalized > 0);
-  *state = ready ? kSuccess : kInProgress;
+  const bool ready = world.joined == world.ranks && (comm->pending.empty() || comm->pending.back()->accepted) &&
+                     (!comm->finalizing || world.finalized > 0);
+  *state = world.shared_device ? kInvalidUsage : ready ? kSuccess : kInProgress;
   return kSuccess;
 }
 int ncclCommFinalize(void* handle) {
@@ -210,28 +237,29 @@ int ncclCommDestroy(void* handle) {
 int ncclCommAbort(void* handle) {
   std::lock_guard lock(mutex);
   calls += "abort\n";
+  for (const auto& operation : static_cast<Comm*>(handle)->pending) fake_nccl::give_up(*operation);
   delete static_cast<Comm*>(handle);
   return kSuccess;
 }
-int ncclAllReduce(const void* from, void* to, size_t count, int type, int op, void* comm, void*) {
-  return enter(comm, {"all_reduce", from, to, count, type, op, 0});
+int ncclAllReduce(const void* from, void* to, size_t count, int type, int op, void* comm, void* stream) {
+  return enter(comm, {"all_reduce", from, to, count, type, op, 0, stream});
 }
-int ncclReduceScatter(const void* from, void* to, size_t count, int type, int op, void* comm, void*) {
-  return enter(comm, {"reduce_scatter", from, to, count, type, op, 0});
+int ncclReduceScatter(const void* from, void* to, size_t count, int type, int op, void* comm, void* stream) {
+  return enter(comm, {"reduce_scatter", from, to, count, type, op, 0, stream});
 }
-int ncclAllGather(const void* from, void* to, size_t count, int type, void* comm, void*) {
-  return enter(comm, {"all_gather", from, to, count, type, 0, 0});
+int ncclAllGather(const void* from, void* to, size_t count, int type, void* comm, void* stream) {
+  return enter(comm, {"all_gather", from, to, count, type, 0, 0, stream});
 }
-int ncclBroadcast(const void* from, void* to, size_t count, int type, int root, void* comm, void*) {
-  return enter(comm, {"broadcast", from, to, count, type, 0, root});
+int ncclBroadcast(const void* from, void* to, size_t count, int type, int root, void* comm, void* stream) {
+  return enter(comm, {"broadcast", from, to, count, type, 0, root, stream});
 }
-int ncclSend(const void* from, size_t count, int type, int peer, void* comm, void*) {
+int ncclSend(const void* from, size_t count, int type, int peer, void* comm, void* stream) {
   if (peer == static_cast<Comm*>(comm)->rank) return kInvalidArgument;
-  return enter(comm, {"send", from, nullptr, count, type, 0, peer});
+  return enter(comm, {"send", from, nullptr, count, type, 0, peer, stream});
 }
-int ncclRecv(void* to, size_t count, int type, int peer, void* comm, void*) {
+int ncclRecv(void* to, size_t count, int type, int peer, void* comm, void* stream) {
   if (peer == static_cast<Comm*>(comm)->rank) return kInvalidArgument;
-  return enter(comm, {"receive", nullptr, to, count, type, 0, peer});
+  return enter(comm, {"receive", nullptr, to, count, type, 0, peer, stream});
 }
 
 }  // extern "C"

@@ -109,6 +109,18 @@ TEST(FirstRank, TheOthersWaitForItHoweverLongItTakes) {
   });
 }
 
+TEST(AllRanks, WaitForTheSlowestHoweverLongItTakes) {
+  std::atomic<int> done = 0;
+  run_message_ranks(3, milliseconds(1000), [&](Communicator& world) {
+    on_all_ranks(world, [&] {
+      if (world.rank() == 1) std::this_thread::sleep_for(milliseconds(2500));
+      ++done;
+    });
+    EXPECT_EQ(done, 3);
+    world.barrier();
+  });
+}
+
 TEST(MessageFailure, OfTheTransportIsARankThatWasLost) {
   std::atomic<int> gone = 0;
   run_message_ranks(2, milliseconds(3000), [&](Communicator& world) {

@@ -7,7 +7,7 @@ namespace sb {
 namespace {
 
 template <typename T>
-std::string bytes_of(const std::vector<T>& values) {
+std::string packed_bytes(const std::vector<T>& values) {
   std::string bytes(values.size() * sizeof(T), '\0');
   if (!values.empty()) std::memcpy(bytes.data(), values.data(), bytes.size());
   return bytes;
@@ -20,10 +20,10 @@ std::string shard_of(const std::vector<std::string>& columns, const std::string&
   std::string samples;
   head.push_back(at);
   for (const std::string& column : columns) {
-    samples += bytes_of<uint32_t>({static_cast<uint32_t>(column.size())}) + column;
+    samples += packed_bytes<uint32_t>({static_cast<uint32_t>(column.size())}) + column;
     head.push_back(at + static_cast<uint32_t>(samples.size()));
   }
-  return bytes_of(head) + between + samples;
+  return packed_bytes(head) + between + samples;
 }
 
 std::string index_of(const std::string& encoding, const std::string& file = "shard.00000.mds") {
@@ -50,7 +50,7 @@ std::vector<std::vector<int32_t>> read_all(const std::string& path) {
 template <typename T>
 std::string array(const std::vector<T>& values, const std::string& type = "") {
   return type + std::string(1, static_cast<char>(1 << 2 | 1)) +
-         bytes_of<uint16_t>({static_cast<uint16_t>(values.size())}) + bytes_of(values);
+         packed_bytes<uint16_t>({static_cast<uint16_t>(values.size())}) + packed_bytes(values);
 }
 
 TEST(MdsFile, SamplesAreDocuments) {
@@ -80,8 +80,8 @@ TEST(MdsFile, OtherColumnsArePassedOver) {
               R"({"version": 2, "shards": [{"column_names": ["id", "input_ids", "source"], "column_encodings":
               ["int", "ndarray:uint16:3", "str"], "column_sizes": [8, 6, null], "raw_data": {"basename": "s"}}]})");
   const std::string sample =
-      bytes_of<uint32_t>({4}) + bytes_of<int64_t>({7}) + bytes_of<uint16_t>({9, 8, 65535}) + "book";
-  write_bytes(folder.path("s"), bytes_of<uint32_t>({1, 12, static_cast<uint32_t>(12 + sample.size())}) + sample);
+      packed_bytes<uint32_t>({4}) + packed_bytes<int64_t>({7}) + packed_bytes<uint16_t>({9, 8, 65535}) + "book";
+  write_bytes(folder.path("s"), packed_bytes<uint32_t>({1, 12, static_cast<uint32_t>(12 + sample.size())}) + sample);
   EXPECT_EQ(read_all(folder.path("")), (std::vector<std::vector<int32_t>>{{9, 8, 65535}}));
 }
 
@@ -113,7 +113,7 @@ TEST(MdsFile, WhatCannotBeReadIsNamed) {
   flat[0] = static_cast<char>(2 << 2 | 1);
   EXPECT_NE(error(index, shard_of({flat})).find("dimensions"), std::string::npos);
   EXPECT_NE(error(index, shard_of({array<uint32_t>({4000000000u})})).find("4000000000"), std::string::npos);
-  EXPECT_NE(error(index, bytes_of<uint32_t>({0, 8})).find("no sample"), std::string::npos);
+  EXPECT_NE(error(index, packed_bytes<uint32_t>({0, 8})).find("no sample"), std::string::npos);
 }
 
 // So that they are counted, and named with what to do, like those of other files.

@@ -11,17 +11,17 @@
 namespace sb {
 namespace {
 
-struct Document {
+struct LabelledDocument {
   std::vector<int32_t> tokens;
   std::vector<uint8_t> targets;  // [0] is never one
-  bool operator==(const Document&) const = default;
+  bool operator==(const LabelledDocument&) const = default;
 };
 
 // Of lengths 2, 3, 4 …; every third one has some tokens that are no targets.
-std::vector<Document> some_documents(int count, int32_t first) {
-  std::vector<Document> documents;
+std::vector<LabelledDocument> some_documents(int count, int32_t first) {
+  std::vector<LabelledDocument> documents;
   for (int i = 0; i < count; ++i) {
-    Document document;
+    LabelledDocument document;
     for (int t = 0; t < 2 + i; ++t) {
       document.tokens.push_back(first + 100 * i + t);
       document.targets.push_back(t > 0 && (i % 3 != 0 || t % 2 == 1));
@@ -31,17 +31,17 @@ std::vector<Document> some_documents(int count, int32_t first) {
   return documents;
 }
 
-void write(const std::string& prefix, const std::vector<Document>& documents, TokenType type = TokenType::u16) {
+void write(const std::string& prefix, const std::vector<LabelledDocument>& documents, TokenType type = TokenType::u16) {
   TokenWriter writer(prefix, {.type = type});
-  for (const Document& document : documents) writer.add(document.tokens, document.targets);
+  for (const LabelledDocument& document : documents) writer.add(document.tokens, document.targets);
   writer.finish();
 }
 
-std::vector<Document> read(const std::string& prefix) {
+std::vector<LabelledDocument> read(const std::string& prefix) {
   const auto file = open_token_file(prefix);
-  std::vector<Document> documents;
+  std::vector<LabelledDocument> documents;
   for (int64_t d = 0; d < file->documents(); ++d) {
-    Document& document = documents.emplace_back();
+    LabelledDocument& document = documents.emplace_back();
     document.tokens.resize(static_cast<size_t>(file->length(d)));
     file->read(d, 0, file->length(d), document.tokens.data());
     for (int64_t t = 0; t < file->length(d); ++t)
@@ -52,12 +52,12 @@ std::vector<Document> read(const std::string& prefix) {
 
 TEST(TokenCopy, MergedFilesHoldTheDocumentsOneAfterTheOther) {
   const TemporaryFolder folder;
-  std::vector<Document> first = some_documents(5, 0), second = some_documents(7, 3000);
+  std::vector<LabelledDocument> first = some_documents(5, 0), second = some_documents(7, 3000);
   second[1].tokens[0] = 100000;  // needs four bytes
   write(folder.path("a"), first);
   write(folder.path("b"), second, TokenType::i32);
   const CopiedDocuments copied = merge_token_files({folder.path("a"), folder.path("b")}, folder.path("out"), false);
-  std::vector<Document> expected = first;
+  std::vector<LabelledDocument> expected = first;
   expected.insert(expected.end(), second.begin(), second.end());
   EXPECT_EQ(read(folder.path("out")), expected);
   EXPECT_EQ(copied.documents, 12);
@@ -69,8 +69,8 @@ TEST(TokenCopy, MergedFilesHoldTheDocumentsOneAfterTheOther) {
 
 TEST(TokenCopy, DocumentsWithoutATargetAreLeftOutAndCounted) {
   const TemporaryFolder folder;
-  std::vector<Document> documents = some_documents(2, 0);
-  documents.insert(documents.begin() + 1, Document{{7}, {}});  // one token alone has nothing before it
+  std::vector<LabelledDocument> documents = some_documents(2, 0);
+  documents.insert(documents.begin() + 1, LabelledDocument{{7}, {}});  // one token alone has nothing before it
   write(folder.path("a"), documents);
   EXPECT_EQ(merge_token_files({folder.path("a")}, folder.path("out"), false).left_out, 1);
   EXPECT_EQ(read(folder.path("out")), some_documents(2, 0));
@@ -95,27 +95,27 @@ TEST(TokenCopy, FilesOfDifferentVocabulariesAreNotMixed) {
 
 TEST(TokenCopy, EveryDocumentIsOnOneSideOfASplit) {
   const TemporaryFolder folder;
-  const std::vector<Document> all = some_documents(40, 0);
+  const std::vector<LabelledDocument> all = some_documents(40, 0);
   write(folder.path("a"), all);
   const auto split = [&](uint64_t seed) {
     const SplitDocuments result =
         split_token_file(folder.path("a"), folder.path("t"), folder.path("v"), 0.25, seed, /*overwrite=*/true);
     EXPECT_EQ(result.validation.documents, 10);
     EXPECT_EQ(result.train.documents, 30);
-    std::map<int32_t, Document> by_first;
+    std::map<int32_t, LabelledDocument> by_first;
     for (const char* side : {"t", "v"}) {
       int32_t last = -1;
-      for (const Document& document : read(folder.path(side))) {
+      for (const LabelledDocument& document : read(folder.path(side))) {
         EXPECT_GT(document.tokens[0], last) << "in their order";
         last = document.tokens[0];
         by_first[last] = document;
       }
     }
     EXPECT_EQ(by_first.size(), all.size());
-    for (const Document& document : all) EXPECT_EQ(by_first[document.tokens[0]], document);
+    for (const LabelledDocument& document : all) EXPECT_EQ(by_first[document.tokens[0]], document);
     return read(folder.path("v"));
   };
-  const std::vector<Document> first = split(1);
+  const std::vector<LabelledDocument> first = split(1);
   EXPECT_EQ(split(1), first);
   EXPECT_NE(split(2), first);
 }

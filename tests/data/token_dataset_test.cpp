@@ -59,7 +59,7 @@ void write_lengths(const std::string& prefix, const std::vector<int>& lengths, i
   writer.finish();
 }
 
-TokenDatasetOptions options_for(std::vector<std::string> paths, int64_t max_length) {
+TokenDatasetOptions dataset_options(std::vector<std::string> paths, int64_t max_length) {
   TokenDatasetOptions options;
   options.paths = std::move(paths);
   options.max_sequence_length = max_length;
@@ -69,7 +69,7 @@ TokenDatasetOptions options_for(std::vector<std::string> paths, int64_t max_leng
 TEST(TokenDataset, SplitsLongDocumentsIntoConsecutivePieces) {
   TemporaryFolder folder;
   write_lengths(folder.path("a"), {4, 1, 9, 10, 8, 2});
-  TokenDatasetOptions options = options_for({folder.path("a")}, 4);
+  TokenDatasetOptions options = dataset_options({folder.path("a")}, 4);
   options.shuffle = false;
   const TokenDataset data(options, 1);
   // 4 | (1 dropped) | 4 4 (the last token alone is dropped) | 4 4 2 | 4 4 | 2
@@ -100,7 +100,7 @@ TEST(TokenDataset, SplitsLongDocumentsIntoConsecutivePieces) {
 TEST(TokenDataset, DropsLongDocumentsWhenTold) {
   TemporaryFolder folder;
   write_lengths(folder.path("a"), {4, 5, 3});
-  TokenDatasetOptions options = options_for({folder.path("a")}, 4);
+  TokenDatasetOptions options = dataset_options({folder.path("a")}, 4);
   options.shuffle = false;
   options.overlong = Overlong::drop;
   const TokenDataset data(options, 1);
@@ -118,7 +118,7 @@ TEST(TokenDataset, EveryEpochVisitsEverySequenceOnceInAnotherOrder) {
   for (int d = 0; d < 700; ++d) lengths.push_back(2 + d % 23);  // several groups of the index
   write_lengths(folder.path("a"), lengths);
   write_lengths(folder.path("b"), {5, 6, 7, 30}, 900000);
-  const TokenDatasetOptions options = options_for({folder.path("a"), folder.path("b")}, 20);
+  const TokenDatasetOptions options = dataset_options({folder.path("a"), folder.path("b")}, 20);
   const TokenDataset data(options, 3), same(options, 3), other(options, 4);
   std::vector<int64_t> orders[2];
   int differs = 0;
@@ -146,7 +146,7 @@ TEST(TokenDataset, WeightsSetTheShares) {
   TemporaryFolder folder;
   write_lengths(folder.path("a"), std::vector<int>(10, 3));
   write_lengths(folder.path("b"), std::vector<int>(100, 3), 500000);
-  TokenDatasetOptions options = options_for({folder.path("a"), folder.path("b")}, 8);
+  TokenDatasetOptions options = dataset_options({folder.path("a"), folder.path("b")}, 8);
   options.weights = {3.0, 1.0};
   const TokenDataset data(options, 1);
   int from_a = 0;
@@ -182,7 +182,7 @@ TEST(TokenDataset, WeightsMayBeSharesOfTheTokens) {
   TemporaryFolder folder;
   write_lengths(folder.path("a"), std::vector<int>(40, 6));
   write_lengths(folder.path("b"), std::vector<int>(5, 30), 500000);
-  TokenDatasetOptions options = options_for({folder.path("a"), folder.path("b")}, 64);
+  TokenDatasetOptions options = dataset_options({folder.path("a"), folder.path("b")}, 64);
   const auto token_share = [&](const std::vector<double>& weights) {
     options.weigh = TokenDatasetOptions::Weigh::tokens;
     options.weights = weights;
@@ -213,7 +213,7 @@ TEST(TokenDataset, MasksReachTheLabels) {
     writer.add(Document{10, 11, 12, 13, 14, 15}, std::vector<uint8_t>{1, 0, 1, 0, 1, 1});
     writer.finish();
   }
-  TokenDatasetOptions options = options_for({folder.path("a")}, 6);
+  TokenDatasetOptions options = dataset_options({folder.path("a")}, 6);
   const TokenSequence whole = TokenDataset(options, 1).read(0);
   EXPECT_EQ(whole.labels, (Document{-100, 12, -100, 14, 15, -100}));
   EXPECT_EQ(TokenDataset(options, 1).valid_targets(0), 3);
@@ -236,15 +236,15 @@ TEST(TokenDataset, MasksReachTheLabels) {
 TEST(TokenDataset, IdsOutsideTheVocabulary) {
   TemporaryFolder folder;
   write_lengths(folder.path("a"), {3, 3});
-  TokenDatasetOptions options = options_for({folder.path("a")}, 8);
+  TokenDatasetOptions options = dataset_options({folder.path("a")}, 8);
   options.shuffle = false;
   options.vocab_size = 1002;
   const TokenDataset data(options, 1);
   EXPECT_NO_THROW(data.read(0));
   const std::string error = user_error([&] { data.read(1); });
   EXPECT_NE(error.find("token 2 of document 1 is 1002, outside the vocabulary of 1002"), std::string::npos) << error;
-  EXPECT_THROW(TokenDataset(options_for({}, 8), 1), UserError);
-  EXPECT_THROW(TokenDataset(options_for({folder.path("a")}, 1), 1), UserError);
+  EXPECT_THROW(TokenDataset(dataset_options({}, 8), 1), UserError);
+  EXPECT_THROW(TokenDataset(dataset_options({folder.path("a")}, 1), 1), UserError);
 }
 
 }  // namespace

@@ -5,19 +5,17 @@
 namespace sb {
 namespace {
 
-constexpr CpuIsa kAvx2 = CpuIsa::avx2, kAvx512 = CpuIsa::avx512;
-
 TEST(MatmulRate, NothingToSayNearThePeak) {
   const MatmulSpeed speed = {
       .kernels = {"SkylakeX", false}, .other = "Haswell", .rate = 480e9, .other_rate = 250e9, .peak = 512e9};
-  EXPECT_EQ(advise(speed, kAvx512), "");
+  EXPECT_EQ(advise(speed, CpuIsa::avx512), "");
 }
 
 TEST(MatmulRate, AVariableThatForbidsFasterKernelsIsToBeUnset) {
   const MatmulSpeed speed = {
       .kernels = {"Haswell", true}, .other = "SkylakeX", .rate = 250e9, .other_rate = 480e9, .peak = 512e9};
   EXPECT_EQ(
-      advise(speed, kAvx512),
+      advise(speed, CpuIsa::avx512),
       "OpenBLAS' kernels for SkylakeX reach 480 GFLOP/s here, 1.9 times as much: OPENBLAS_CORETYPE=Haswell in the "
       "environment forbids them, unset it");
 }
@@ -28,7 +26,7 @@ TEST(MatmulRate, FasterKernelsThatWouldNotBeChosenAreToBeSet) {
     const MatmulSpeed speed = {
         .kernels = {"SkylakeX", by_variable}, .other = "Haswell", .rate = 200e9, .other_rate = 240e9, .peak = 250e9};
     EXPECT_EQ(
-        advise(speed, kAvx512),
+        advise(speed, CpuIsa::avx512),
         "OpenBLAS' kernels for Haswell reach 240 GFLOP/s here, 1.2 times as much: set OPENBLAS_CORETYPE=Haswell in "
         "the environment of every rank");
   }
@@ -37,12 +35,12 @@ TEST(MatmulRate, FasterKernelsThatWouldNotBeChosenAreToBeSet) {
 TEST(MatmulRate, WhatIsFarFromThePeakWithoutBetterKernelsIsSaid) {
   const MatmulSpeed alone = {.kernels = {"Haswell", false}, .other = "", .rate = 69e9, .other_rate = 0, .peak = 100e9};
   EXPECT_EQ(
-      advise(alone, kAvx2),
+      advise(alone, CpuIsa::avx2),
       "matmuls are far from the peak: measure again while nothing else runs here; if it stays so, a newer OpenBLAS "
       "may have better kernels for this processor");
   MatmulSpeed near = alone;
   near.rate = 71e9;
-  EXPECT_EQ(advise(near, kAvx2), "");
+  EXPECT_EQ(advise(near, CpuIsa::avx2), "");
 }
 
 TEST(MatmulRate, WordsOfARate) {

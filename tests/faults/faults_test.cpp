@@ -125,6 +125,53 @@ TEST_F(Faults, AKillWhileACheckpointIsWrittenLosesThatOneAlone) {
   }
 }
 
+// Each rank at its part, and the first one at what completes them.
+TEST_F(Faults, AKillOfARankWhileItSavesLosesThatCheckpointAlone) {
+#if !defined(SB_SEVERAL_PROCESSES)
+  GTEST_SKIP() << "built without MPI";
+#endif
+  std::vector<std::string> two = training({"parallel.dp=2", "train.threads=1"});
+  two.insert(two.end(), {"--ranks", "2"});
+  const FaultyResult undisturbed = run_faulty(two);
+  ASSERT_EQ(undisturbed.code, 0) << undisturbed.output;
+  const std::string expected = read_bytes(run() / "final/model.safetensors");
+  for (const auto& [operation, path] : {std::pair<std::string, std::string>{"write", "/model-00002-of-00002"},
+                                        {"fsync", "/optimizer-00002-of-00002"},
+                                        {"write", "/optimizer-00001-of-00002"},
+                                        {"write", "/manifest.json"},
+                                        {"rename", ""}}) {
+    SCOPED_TRACE(operation + path);
+    fs::remove_all(run());
+    auto fault = always(operation, 1, ".saving-checkpoint-3" + path);
+    fault["SB_FAULT"] = operation + ":1:kill";
+    const FaultyResult killed = run_faulty(two, fault);
+    EXPECT_FALSE(killed.hung);
+    EXPECT_NE(killed.code, 0) << killed.output;
+    EXPECT_EQ(checkpoint_steps(run()), (std::vector<int64_t>{1, 2}));
+    for (const int64_t step : checkpoint_steps(run()))
+      EXPECT_EQ(find_damage(checkpoint_path(run(), step)), std::nullopt) << step;
+    const FaultyResult after = run_faulty(two);
+    EXPECT_EQ(after.code, 0) << after.output;
+    EXPECT_TRUE(after.says("checkpoint-2 after step 2")) << after.output;
+    EXPECT_TRUE(read_bytes(run() / "final/model.safetensors") == expected);
+  }
+}
+
+// A full disk of one rank's host: said by that rank, and the others end.
+TEST_F(Faults, APartThatCannotBeWrittenEndsTheRunOfAllRanks) {
+#if !defined(SB_SEVERAL_PROCESSES)
+  GTEST_SKIP() << "built without MPI";
+#endif
+  std::vector<std::string> two = training({"parallel.dp=2", "train.threads=1", "train.max_steps=1000"});
+  two.insert(two.end(), {"--ranks", "2"});
+  const FaultyResult result = run_faulty(two, always("write", ENOSPC, ".saving-checkpoint-3/optimizer-00002"));
+  EXPECT_EQ(result.code, 2) << result.output;
+  EXPECT_TRUE(result.says("rank 1 ended the job: ")) << result.output;
+  EXPECT_TRUE(result.says("the checkpoint of step 3 could not be saved")) << result.output;
+  EXPECT_TRUE(result.says("checkpoint-2 is intact")) << result.output;
+  EXPECT_EQ(checkpoint_steps(run()), (std::vector<int64_t>{1, 2}));
+}
+
 TEST_F(Faults, AModelThatCannotBeReplacedIsStillThere) {
   train();
   const std::string before = read_bytes(run() / "final/model.safetensors");

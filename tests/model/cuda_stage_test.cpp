@@ -12,6 +12,7 @@
 #include "device/memory.h"
 #include "model/hf_checkpoint.h"
 #include "ops/adamw.h"
+#include "tests/device/software_device.h"
 #include "tests/model/host_attention.h"
 #include "tests/model/model_fixture.h"
 
@@ -54,7 +55,7 @@ struct Rig {
 
 CudaAttentionOptions deterministic_topk(int layers) {
   CudaAttentionOptions options;
-  options.attention.selection.budget = 384;
+  options.attention.selection.budget = sized(384, 256);
   options.attention.selection.block = 128;
   options.attention.layers = layers;
   options.deterministic = true;
@@ -121,7 +122,8 @@ LoraConfig dropping_adapters(bool train_ends) {
 
 // The same elements are dropped on both devices.
 TEST_P(CudaStageTest, AdaptersLearnWhatTheyLearnOnTheCpu) {
-  for (const bool train_ends : {false, true}) {
+  // (A software device: those that train more.)
+  for (const bool train_ends : sized<std::vector<bool>>({false, true}, {true})) {
     ModelConfig config = small_config(ModelConfig::Family::qwen3);
     config.tie_word_embeddings = false;
     const auto sequences = random_sequences({40, 17, 33}, config.vocab_size, 5);
@@ -209,7 +211,8 @@ TEST_P(CudaStageTest, RecomputeLevelsGiveTheSameBitsWithSparseAttention) {
     ModelConfig config = small_config(ModelConfig::Family::qwen2);
     config.head_dim = head_dim;
     CudaAttentionOptions sparse = deterministic_topk(config.layers);
-    const auto sequences = random_sequences({900, 1, 300}, config.vocab_size, 7);
+    const auto sequences =
+        random_sequences({sized<int64_t>(900, 400), 1, sized<int64_t>(300, 140)}, config.vocab_size, 7);
     const MicroBatch batch = pack(sequences, count_targets(sequences));
     Tensors expected;
     for (const Recompute level : {Recompute::none, Recompute::attention, Recompute::layer}) {
@@ -233,23 +236,23 @@ TEST_P(CudaStageTest, PiecesGiveTheGradientsOfTheWhole) {
       SCOPED_TRACE(fmt::format("heads of {}, level {}", head_dim, static_cast<int>(level)));
       ModelConfig config = small_config(family);
       config.head_dim = head_dim;
-      constexpr int64_t kTokens = 1500, kPiece = 256, kPieces = 6;
-      const auto sequences = random_sequences({kTokens}, config.vocab_size, 7);
+      const int64_t tokens = sized<int64_t>(1500, 640), piece = 256, count = (tokens + piece - 1) / piece;
+      const auto sequences = random_sequences({tokens}, config.vocab_size, 7);
       const MicroBatch batch = pack(sequences, count_targets(sequences));
-      Rig whole(config, whole_model(config, kTokens, Recompute::attention), DeviceKind::cuda, GetParam(),
+      Rig whole(config, whole_model(config, tokens, Recompute::attention), DeviceKind::cuda, GetParam(),
                 make_cuda_attention(deterministic_topk(config.layers)));
       whole.step(batch);
-      StageOptions options = whole_model(config, kPiece, level);
-      options.max_sequence_length = options.max_cut_sequence = kTokens;
-      options.slots = kPieces;
+      StageOptions options = whole_model(config, piece, level);
+      options.max_sequence_length = options.max_cut_sequence = tokens;
+      options.slots = count;
       Rig cut(config, options, DeviceKind::cuda, GetParam(), make_cuda_attention(deterministic_topk(config.layers)));
       std::vector<MicroBatch> pieces;
-      for (int64_t begin = 0; begin < kTokens; begin += kPiece)
-        pieces.push_back(cut_piece(batch, begin, std::min(begin + kPiece, kTokens)));
+      for (int64_t begin = 0; begin < tokens; begin += piece)
+        pieces.push_back(cut_piece(batch, begin, std::min(begin + piece, tokens)));
       LossSums loss;
       const auto taken = cuda::allocations();
-      for (int i = 0; i < kPieces; ++i) cut.stage->forward(cut.run.exec, pieces[static_cast<size_t>(i)], i, {});
-      for (int i = kPieces - 1; i >= 0; --i) {
+      for (int64_t i = 0; i < count; ++i) cut.stage->forward(cut.run.exec, pieces[static_cast<size_t>(i)], i, {});
+      for (int64_t i = count - 1; i >= 0; --i) {
         cut.stage->backward(cut.run.exec, pieces[static_cast<size_t>(i)], i, {});
         loss += cut.stage->loss(i);
       }
@@ -438,9 +441,11 @@ TEST(CudaFp8Stage, KeptCodesGiveTheBitsOfCodesMadeForEveryProduct) {
 TEST_P(CudaStageTest, SparseAttentionStaysWithinThePlan) {
   ModelConfig config = small_config(ModelConfig::Family::qwen2);
   config.head_dim = 64;
-  const auto one = random_sequences({2000}, config.vocab_size, 1),
-             several = random_sequences({700, 64, 900, 336}, config.vocab_size, 2);
-  StageOptions options = whole_model(config, 2000, Recompute::layer);
+  const int64_t tokens = sized(2000, 800);
+  const auto one = random_sequences({tokens}, config.vocab_size, 1),
+             several = random_sequences(sized<std::vector<int64_t>>({700, 64, 900, 336}, {300, 64, 300, 136}),
+                                        config.vocab_size, 2);
+  StageOptions options = whole_model(config, tokens, Recompute::layer);
   options.slots = 2;
   CudaAttentionOptions sparse = deterministic_topk(config.layers);
   sparse.attention.coverage_rows = 2;
@@ -462,13 +467,13 @@ TEST_P(CudaStageTest, TwoHundredStepsOfChangingLengthsTakeNoMemory) {
   config.layers = 4;
   config.hidden_size = 128;
   config.head_dim = 64;
-  constexpr int64_t kTokens = 4096;
+  const int64_t tokens = sized(4096, 700);
   CudaAttentionOptions sparse;
-  sparse.attention.selection.budget = 640;
+  sparse.attention.selection.budget = sized(640, 256);
   sparse.attention.selection.block = 128;
   sparse.attention.selection.dense_layers = {1};
   sparse.attention.layers = config.layers;
-  StageOptions options = whole_model(config, kTokens, Recompute::attention);
+  StageOptions options = whole_model(config, tokens, Recompute::attention);
   options.offload = 2;
   options.layer_chunk = 1000;
   Rig rig(config, options, DeviceKind::cuda, GetParam(), make_cuda_attention(sparse));
@@ -490,9 +495,11 @@ TEST_P(CudaStageTest, TwoHundredStepsOfChangingLengthsTakeNoMemory) {
   int64_t free_early = 0;
   // Under the memory checker fewer, in which every kind of step comes already, and with others on the GPU.
   const bool brief = std::getenv("SB_TEST_SHORT") != nullptr;
-  for (int64_t step = 1; step <= (brief ? 40 : 200); ++step) {
+  for (int64_t step = 1; step <= sized(brief ? 40 : 200, 24); ++step) {
     std::vector<int64_t> lengths;
-    int64_t left = step == 17 ? kTokens : 1 + static_cast<int64_t>(random.below(kTokens));  // the largest, once
+    int64_t left = step == 17
+                       ? tokens
+                       : 1 + static_cast<int64_t>(random.below(static_cast<uint64_t>(tokens)));  // the largest, once
     while (left > 0) {
       lengths.push_back(1 + static_cast<int64_t>(random.below(static_cast<uint64_t>(left))));
       left -= lengths.back();

@@ -93,18 +93,18 @@ void load_other_values(ParameterSet& parameters) {
   parameters.store_values(values);
 }
 
-struct Outcome {
+struct TwoSteps {
   std::vector<double> losses;
   std::vector<Tensors> gradients;
-  bool operator==(const Outcome&) const = default;
+  bool operator==(const TwoSteps&) const = default;
 };
 
 // Two micro-batches and an evaluation, the same after other values were loaded.
-Outcome two_steps(const ModelConfig& config, const StageOptions& options) {
+TwoSteps two_steps(const ModelConfig& config, const StageOptions& options) {
   const MicroBatch batch = random_batch({37, 1}, config.vocab_size, 3),
                    other = random_batch({20, 17}, config.vocab_size, 8);
   Fresh model(config, options);
-  Outcome outcome;
+  TwoSteps outcome;
   for (int step = 0; step < 2; ++step) {
     model.stage.parameters().begin_gradients(model.run.exec);
     for (const MicroBatch& own : {batch, other}) {
@@ -125,7 +125,7 @@ TEST_P(Fp8StageTest, KeptCodesGiveTheBitsOfCodesMadeForEveryProduct) {
     StageOptions options = fp8_model(config, 38, level, {1});
     options.layer_chunk = 24;
     options.kept_codes = 0;
-    const Outcome made = two_steps(config, options);
+    const TwoSteps made = two_steps(config, options);
     EXPECT_NE(made.losses[0], made.losses[3]) << "other values, the same loss: nothing is tested here";
     for (const int kept : {1, -1}) {
       options.kept_codes = kept;

@@ -13,7 +13,7 @@ namespace sb::test {
 namespace {
 
 namespace fs = std::filesystem;
-using nlohmann::json;
+using Json = nlohmann::json;
 
 std::vector<std::string> file_names(const fs::path& directory) {
   std::vector<std::string> names;
@@ -79,7 +79,7 @@ TEST_P(HfCheckpointTest, WrittenAndReadAgainGivesTheSameLogits) {
 
 TEST_P(HfCheckpointTest, Sharded) {
   write({.max_shard_bytes = 100'000});
-  const auto index = json::parse(read_file(directory_.path() / "model.safetensors.index.json"));
+  const auto index = Json::parse(read_file(directory_.path() / "model.safetensors.index.json"));
   std::set<std::string> shards;
   for (const auto& [name, file] : index["weight_map"].items()) shards.insert(file);
   EXPECT_GE(shards.size(), 5u);
@@ -108,7 +108,7 @@ TEST_P(HfCheckpointTest, ATensorLargerThanAShardHasItsOwn) {
 
 TEST_P(HfCheckpointTest, Bf16) {
   write({.dtype = DType::bf16});
-  const auto config = json::parse(read_file(directory_.path() / "config.json"));
+  const auto config = Json::parse(read_file(directory_.path() / "config.json"));
   EXPECT_EQ(config["dtype"], "bfloat16");
   Loaded again(directory_.path());
   for (const auto& [name, values] : hf_values(original_.stage.parameters())) {
@@ -325,11 +325,11 @@ class BadIndexTest : public BadCheckpointTest {
   BadIndexTest() {
     Loaded loaded(path(), config_);
     write_hf_model(path(), config_, loaded.stage.parameters(), {.max_shard_bytes = 300'000});
-    index_ = json::parse(read_file(path() / kIndex));
+    index_ = Json::parse(read_file(path() / kIndex));
   }
   void write_index(const std::string& text) { write_file(path() / kIndex, text); }
   static constexpr const char* kIndex = "model.safetensors.index.json";
-  json index_;
+  Json index_;
 };
 
 TEST_F(BadIndexTest, NotAnIndex) {
@@ -347,14 +347,14 @@ TEST_F(BadIndexTest, NotAnIndex) {
 }
 
 TEST_F(BadIndexTest, PointsElsewhere) {
-  for (const json& target :
-       {json("../model.safetensors"), json("/etc/passwd"), json("model.bin"), json(3), json(nullptr)}) {
-    json changed = index_;
+  for (const Json& target :
+       {Json("../model.safetensors"), Json("/etc/passwd"), Json("model.bin"), Json(3), Json(nullptr)}) {
+    Json changed = index_;
     changed["weight_map"]["model.norm.weight"] = target;
     write_index(changed.dump());
     EXPECT_SAYS(complaint(), "tensor 'model.norm.weight' must name a .safetensors file next to the index");
   }
-  json changed = index_;
+  Json changed = index_;
   changed["weight_map"]["model.norm.weight"] = "model-00009-of-00009.safetensors";
   write_index(changed.dump());
   EXPECT_SAYS(complaint(), "model-00009-of-00009.safetensors: cannot be opened");

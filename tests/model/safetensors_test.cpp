@@ -21,23 +21,23 @@ std::string file_bytes(const std::string& header, const std::string& data) {
   return file_bytes(header, data, header.size());
 }
 
-SafetensorsHeader parse(const std::string& bytes) {
+SafetensorsHeader parse_bytes(const std::string& bytes) {
   return parse_safetensors(std::as_bytes(std::span(bytes)), "weights.safetensors");
 }
 
 // The parser's complaint; it always starts with the file's name.
-std::string complaint(const std::string& bytes) {
-  const std::string text = user_error([&] { parse(bytes); });
+std::string complaint_of(const std::string& bytes) {
+  const std::string text = user_error([&] { parse_bytes(bytes); });
   EXPECT_TRUE(text.starts_with("weights.safetensors: ")) << text;
   return text;
 }
 
-std::string complaint(const std::string& header, const std::string& data) {
-  return complaint(file_bytes(header, data));
+std::string complaint_of(const std::string& header, const std::string& data) {
+  return complaint_of(file_bytes(header, data));
 }
 
 TEST(SafetensorsTest, ReadsAWellFormedFile) {
-  const SafetensorsHeader header = parse(file_bytes(
+  const SafetensorsHeader header = parse_bytes(file_bytes(
       R"({"b":{"dtype":"F32","shape":[2,1],"data_offsets":[4,12]},"__metadata__":{"format":"pt"},)"
       R"("a":{"dtype":"BF16","shape":[2],"data_offsets":[0,4]},"scalar":{"dtype":"F32","shape":[],"data_offsets":[12,16]}}   )",
       std::string(16, 'x')));
@@ -52,52 +52,52 @@ TEST(SafetensorsTest, ReadsAWellFormedFile) {
 }
 
 TEST(SafetensorsTest, NoTensorsAndEmptyTensorsAreFine) {
-  EXPECT_TRUE(parse(file_bytes("{}", "")).entries.empty());
-  EXPECT_EQ(parse(file_bytes(R"({"a":{"dtype":"F32","shape":[0,5],"data_offsets":[0,0]},)"
-                             R"("b":{"dtype":"U8","shape":[1],"data_offsets":[0,1]}})",
-                             "x"))
+  EXPECT_TRUE(parse_bytes(file_bytes("{}", "")).entries.empty());
+  EXPECT_EQ(parse_bytes(file_bytes(R"({"a":{"dtype":"F32","shape":[0,5],"data_offsets":[0,0]},)"
+                                   R"("b":{"dtype":"U8","shape":[1],"data_offsets":[0,1]}})",
+                                   "x"))
                 .entries.size(),
             2u);
 }
 
 TEST(SafetensorsTest, RefusesLyingLengths) {
-  EXPECT_SAYS(complaint(std::string("1234567")), "too few");
-  EXPECT_SAYS(complaint(file_bytes("{}", "", 3)), "cut short");
-  EXPECT_SAYS(complaint(file_bytes("{}", "", 100'000'001)), "limit");
-  EXPECT_SAYS(complaint(file_bytes("{}", "", std::numeric_limits<uint64_t>::max())), "limit");
-  EXPECT_SAYS(complaint(file_bytes("{}", "", 0)), "not valid JSON");
-  EXPECT_SAYS(complaint(file_bytes("{}", "", 1)), "not valid JSON");
+  EXPECT_SAYS(complaint_of(std::string("1234567")), "too few");
+  EXPECT_SAYS(complaint_of(file_bytes("{}", "", 3)), "cut short");
+  EXPECT_SAYS(complaint_of(file_bytes("{}", "", 100'000'001)), "limit");
+  EXPECT_SAYS(complaint_of(file_bytes("{}", "", std::numeric_limits<uint64_t>::max())), "limit");
+  EXPECT_SAYS(complaint_of(file_bytes("{}", "", 0)), "not valid JSON");
+  EXPECT_SAYS(complaint_of(file_bytes("{}", "", 1)), "not valid JSON");
 }
 
 TEST(SafetensorsTest, RefusesHeadersThatAreNoSuchJson) {
-  EXPECT_SAYS(complaint("[]", ""), "not a JSON object");
-  EXPECT_SAYS(complaint("7", ""), "not a JSON object");
-  EXPECT_SAYS(complaint("{} {}", ""), "not valid JSON");
-  EXPECT_SAYS(complaint("{\"\xff\":1}", ""), "not valid JSON");
-  EXPECT_SAYS(complaint(std::string(100'000, '['), ""), "nests deeper");
+  EXPECT_SAYS(complaint_of("[]", ""), "not a JSON object");
+  EXPECT_SAYS(complaint_of("7", ""), "not a JSON object");
+  EXPECT_SAYS(complaint_of("{} {}", ""), "not valid JSON");
+  EXPECT_SAYS(complaint_of("{\"\xff\":1}", ""), "not valid JSON");
+  EXPECT_SAYS(complaint_of(std::string(100'000, '['), ""), "nests deeper");
   std::string deep;
   for (int i = 0; i < 100'000; ++i) deep += "{\"a\":";
-  EXPECT_SAYS(complaint(deep, ""), "nests deeper");
-  EXPECT_SAYS(complaint(R"({"__metadata__":3})", ""), "__metadata__");
-  EXPECT_SAYS(complaint(R"({"__metadata__":{"format":3}})", ""), "'format'");
+  EXPECT_SAYS(complaint_of(deep, ""), "nests deeper");
+  EXPECT_SAYS(complaint_of(R"({"__metadata__":3})", ""), "__metadata__");
+  EXPECT_SAYS(complaint_of(R"({"__metadata__":{"format":3}})", ""), "'format'");
 }
 
 TEST(SafetensorsTest, RefusesDuplicateNames) {
-  EXPECT_SAYS(complaint(R"({"w":{"dtype":"U8","shape":[1],"data_offsets":[0,1]},)"
-                        R"("w":{"dtype":"U8","shape":[1],"data_offsets":[0,1]}})",
-                        "x"),
+  EXPECT_SAYS(complaint_of(R"({"w":{"dtype":"U8","shape":[1],"data_offsets":[0,1]},)"
+                           R"("w":{"dtype":"U8","shape":[1],"data_offsets":[0,1]}})",
+                           "x"),
               "'w' appears twice");
-  EXPECT_SAYS(complaint(R"({"w":{"dtype":"U8","dtype":"I8","shape":[1],"data_offsets":[0,1]}})", "x"),
+  EXPECT_SAYS(complaint_of(R"({"w":{"dtype":"U8","dtype":"I8","shape":[1],"data_offsets":[0,1]}})", "x"),
               "'dtype' appears twice");
   // The same name inside different tensors is what every file has.
-  EXPECT_NO_THROW(parse(file_bytes(R"({"v":{"dtype":"U8","shape":[1],"data_offsets":[0,1]},)"
-                                   R"("w":{"dtype":"U8","shape":[1],"data_offsets":[1,2]}})",
-                                   "xx")));
+  EXPECT_NO_THROW(parse_bytes(file_bytes(R"({"v":{"dtype":"U8","shape":[1],"data_offsets":[0,1]},)"
+                                         R"("w":{"dtype":"U8","shape":[1],"data_offsets":[1,2]}})",
+                                         "xx")));
 }
 
 TEST(SafetensorsTest, RefusesBadFields) {
   const auto tensor = [](const std::string& dtype, const std::string& shape, const std::string& offsets) {
-    return complaint(
+    return complaint_of(
         R"({"layer.w":{"dtype":)" + dtype + R"(,"shape":)" + shape + R"(,"data_offsets":)" + offsets + "}}", "abcd");
   };
   EXPECT_SAYS(tensor(R"("F33")", "[1]", "[0,4]"), "tensor 'layer.w' has the unknown type 'F33'");
@@ -111,13 +111,13 @@ TEST(SafetensorsTest, RefusesBadFields) {
   EXPECT_SAYS(tensor(R"("F32")", "[1]", "[0,4,4]"), "two numbers");
   EXPECT_SAYS(tensor(R"("F32")", "[1]", "{}"), "no valid 'data_offsets'");
   EXPECT_SAYS(tensor(R"("F32")", "[1]", "[-4,0]"), "tensor 'layer.w': data_offsets");
-  EXPECT_SAYS(complaint(R"({"layer.w":5})", ""), "tensor 'layer.w' has no valid 'dtype'");
-  EXPECT_SAYS(complaint(R"({"layer.w":{"dtype":"F32","shape":[1]}})", "abcd"), "no valid 'data_offsets'");
+  EXPECT_SAYS(complaint_of(R"({"layer.w":5})", ""), "tensor 'layer.w' has no valid 'dtype'");
+  EXPECT_SAYS(complaint_of(R"({"layer.w":{"dtype":"F32","shape":[1]}})", "abcd"), "no valid 'data_offsets'");
 }
 
 TEST(SafetensorsTest, RefusesSizesThatDoNotFit) {
   const auto tensor = [](const std::string& shape, const std::string& offsets) {
-    return complaint(R"({"w":{"dtype":"F32","shape":)" + shape + R"(,"data_offsets":)" + offsets + "}}", "abcdefgh");
+    return complaint_of(R"({"w":{"dtype":"F32","shape":)" + shape + R"(,"data_offsets":)" + offsets + "}}", "abcdefgh");
   };
   EXPECT_SAYS(tensor("[3]", "[0,8]"), "takes 12 bytes");
   EXPECT_SAYS(tensor("[1]", "[0,8]"), "takes 4 bytes");
@@ -128,14 +128,14 @@ TEST(SafetensorsTest, RefusesSizesThatDoNotFit) {
   EXPECT_SAYS(tensor("[1]", "[0,4]"), "4 bytes after the last tensor");
   EXPECT_SAYS(tensor("[1]", "[4,8]"), "4 bytes before tensor 'w'");
   EXPECT_SAYS(tensor("[2305843009213693951]", "[0,9223372036854775804]"), "cut short");
-  EXPECT_SAYS(complaint("{}", "x"), "1 bytes after");
+  EXPECT_SAYS(complaint_of("{}", "x"), "1 bytes after");
 }
 
 TEST(SafetensorsTest, RefusesOverlapAndHoles) {
   const auto two = [](const std::string& first, const std::string& second) {
-    return complaint(R"({"a":{"dtype":"U8","shape":[4],"data_offsets":)" + first +
-                         R"(},"b":{"dtype":"U8","shape":[4],"data_offsets":)" + second + "}}",
-                     "abcdefgh");
+    return complaint_of(R"({"a":{"dtype":"U8","shape":[4],"data_offsets":)" + first +
+                            R"(},"b":{"dtype":"U8","shape":[4],"data_offsets":)" + second + "}}",
+                        "abcdefgh");
   };
   EXPECT_SAYS(two("[0,4]", "[3,7]"), "tensor 'b' overlaps");
   EXPECT_SAYS(two("[0,4]", "[0,4]"), "overlaps");
@@ -144,15 +144,15 @@ TEST(SafetensorsTest, RefusesOverlapAndHoles) {
 }
 
 TEST(SafetensorsTest, LongNamesDoNotDrownTheMessage) {
-  const std::string text = complaint("{\"" + std::string(100'000, 'n') + "\":1}", "");
+  const std::string text = complaint_of("{\"" + std::string(100'000, 'n') + "\":1}", "");
   EXPECT_LT(text.size(), 300u);
 }
 
 // Any prefix of a good file is refused with a message, never read beyond its end.
 TEST(SafetensorsTest, RefusesEveryTruncation) {
   const std::string whole = file_bytes(R"({"a":{"dtype":"F32","shape":[2],"data_offsets":[0,8]}})", "abcdefgh");
-  EXPECT_NO_THROW(parse(whole));
-  for (size_t size = 0; size < whole.size(); ++size) EXPECT_NE(complaint(whole.substr(0, size)), "");
+  EXPECT_NO_THROW(parse_bytes(whole));
+  for (size_t size = 0; size < whole.size(); ++size) EXPECT_NE(complaint_of(whole.substr(0, size)), "");
 }
 
 class SafetensorsFileTest : public testing::Test {

@@ -5,7 +5,7 @@
 
 #include "tests/ops/ops_fixture.h"
 
-namespace sb::testing {
+namespace sb::test {
 namespace {
 
 class AdamWTest : public OpsTest {};
@@ -199,4 +199,4 @@ TEST_P(AdamWTest, SquaredNormSpeaksUpAboutNonFiniteValues) {
 }
 
 }  // namespace
-}  // namespace sb::testing
+}  // namespace sb::test

@@ -2,24 +2,24 @@
 
 #include "tests/ops/ops_fixture.h"
 
-namespace sb::testing {
+namespace sb::test {
 namespace {
 
 // x has `in` columns from `x_first` on of `x_width`, y `out` from `y_first` on of `y_width`.
-struct Sizes {
+struct ColumnSizes {
   int64_t rows, in, x_first, x_width, out, y_first, y_width;
 };
-const std::vector<Sizes> kSizes = {{1, 1, 0, 1, 1, 0, 1},
-                                   {5, 3, 0, 3, 7, 0, 7},
-                                   {9, 4, 2, 11, 5, 3, 8},
-                                   {33, 16, 16, 48, 24, 8, 64},
-                                   {70, 8, 0, 16, 130, 1, 131}};
+const std::vector<ColumnSizes> kColumnSizes = {{1, 1, 0, 1, 1, 0, 1},
+                                               {5, 3, 0, 3, 7, 0, 7},
+                                               {9, 4, 2, 11, 5, 3, 8},
+                                               {33, 16, 16, 48, 24, 8, 64},
+                                               {70, 8, 0, 16, 130, 1, 131}};
 
 class ColumnProductsTest : public OpsTest {};
 SB_INSTANTIATE_ON_ALL_DEVICES(ColumnProductsTest);
 
 TEST_P(ColumnProductsTest, MatchTheirDefinitionAndLeaveOtherColumnsAlone) {
-  for (const Sizes& s : kSizes) {
+  for (const ColumnSizes& s : kColumnSizes) {
     SCOPED_TRACE(::testing::Message() << s.rows << "x" << s.in << "x" << s.out);
     const auto x = random_operand(s.rows * s.x_width, 1), w = random_operand(s.out * s.in, 2),
                before = random_operand(s.rows * s.y_width, 3);
@@ -49,7 +49,7 @@ TEST_P(ColumnProductsTest, MatchTheirDefinitionAndLeaveOtherColumnsAlone) {
 }
 
 TEST_P(ColumnProductsTest, OuterProducts) {
-  for (const Sizes& s : kSizes) {
+  for (const ColumnSizes& s : kColumnSizes) {
     const auto x = random_operand(s.rows * s.x_width, 1), dy = random_operand(s.rows * s.y_width, 2);
     const auto before = random_values(s.out * s.in, 3);
     for (const bool accumulate : {true, false}) {
@@ -71,4 +71,4 @@ TEST_P(ColumnProductsTest, OuterProducts) {
 }
 
 }  // namespace
-}  // namespace sb::testing
+}  // namespace sb::test

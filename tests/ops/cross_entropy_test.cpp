@@ -6,7 +6,7 @@
 #include "device/memory.h"
 #include "tests/ops/ops_fixture.h"
 
-namespace sb::testing {
+namespace sb::test {
 namespace {
 
 struct Problem {
@@ -347,4 +347,4 @@ TEST_P(CrossEntropyTest, RefusesWrongInput) {
 }
 
 }  // namespace
-}  // namespace sb::testing
+}  // namespace sb::test

@@ -3,7 +3,7 @@
 #include "ops/random/dropout_bits.h"
 #include "tests/ops/ops_fixture.h"
 
-namespace sb::testing {
+namespace sb::test {
 namespace {
 
 class DropoutTest : public OpsTest {
@@ -78,4 +78,4 @@ TEST(DropoutKey, DependsOnSeedAndStep) {
 }
 
 }  // namespace
-}  // namespace sb::testing
+}  // namespace sb::test

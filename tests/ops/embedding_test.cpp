@@ -3,7 +3,7 @@
 #include "device/memory.h"
 #include "tests/ops/ops_fixture.h"
 
-namespace sb::testing {
+namespace sb::test {
 namespace {
 
 class EmbeddingTest : public OpsTest {};
@@ -96,4 +96,4 @@ TEST_P(EmbeddingTest, RefusesWrongShapes) {
 }
 
 }  // namespace
-}  // namespace sb::testing
+}  // namespace sb::test

@@ -10,7 +10,7 @@
 #include "ops/swiglu.h"
 #include "tests/ops/ops_fixture.h"
 
-namespace sb::testing {
+namespace sb::test {
 namespace {
 
 // A code's magnitude in units of 2⁻⁹, which all of them are multiples of.
@@ -282,4 +282,4 @@ TEST_P(Fp8Test, NoRowsAndWhatIsNotFinite) {
 }
 
 }  // namespace
-}  // namespace sb::testing
+}  // namespace sb::test

@@ -4,7 +4,7 @@
 
 #include "tests/ops/ops_fixture.h"
 
-namespace sb::testing {
+namespace sb::test {
 namespace {
 
 struct Sizes {
@@ -210,4 +210,4 @@ TEST(WithoutCuda, OperationsSayHowToGetIt) {
 #endif
 
 }  // namespace
-}  // namespace sb::testing
+}  // namespace sb::test

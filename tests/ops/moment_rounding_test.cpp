@@ -9,7 +9,7 @@
 #include "ops/adamw.h"
 #include "tests/ops/ops_fixture.h"
 
-namespace sb::testing {
+namespace sb::test {
 namespace {
 
 float from_bits(uint32_t bits) {
@@ -105,13 +105,13 @@ class Bf16MomentsTest : public OpsTest {
 };
 SB_INSTANTIATE_ON_ALL_DEVICES(Bf16MomentsTest);
 
-constexpr AdamWStep kStep = {.learning_rate = 1e-2f,
-                             .beta1 = 0.9f,
-                             .beta2 = 0.999f,
-                             .eps = 1e-8f,
-                             .weight_decay = 0.1f,
-                             .step = 1,
-                             .gradient_scale = 1.0f};
+constexpr AdamWStep kBf16Step = {.learning_rate = 1e-2f,
+                                 .beta1 = 0.9f,
+                                 .beta2 = 0.999f,
+                                 .eps = 1e-8f,
+                                 .weight_decay = 0.1f,
+                                 .step = 1,
+                                 .gradient_scale = 1.0f};
 
 // Numbers whose moments fp32 holds exactly, so that every device has the same ones to round.
 TEST_P(Bf16MomentsTest, AreRoundedByTheElementsPlace) {
@@ -121,7 +121,7 @@ TEST_P(Bf16MomentsTest, AreRoundedByTheElementsPlace) {
                                           {512, 1003, false, {7, 512, 40, 1, 1}},
                                           {1003, 1500, true, {8, 3, 5, 6, 17}},
                                           {1504, 2007, true, {9, 0, 4, 8, 24}}};
-  AdamWStep step = kStep;
+  AdamWStep step = kBf16Step;
   step.beta1 = step.beta2 = 0.5f;
   step.step = 11;
   std::vector<float> p0 = random_values(n, 1), g(static_cast<size_t>(n)), m0(g), v0(g);
@@ -159,7 +159,7 @@ TEST_P(Bf16MomentsTest, HaveEqualBitsForAnyCutAndAnyNumberOfThreads) {
   const TensorView p = floats(random_values(n, 1), {n}), p2 = floats(random_values(n, 1), {n});
   const TensorView m = zeros(n), v = zeros(n), m2 = zeros(n), v2 = zeros(n);
   for (int64_t t = 1; t <= 3; ++t) {
-    AdamWStep step = kStep;
+    AdamWStep step = kBf16Step;
     step.step = t;
     const DecayRange whole = {0, n, true, {3, 0, 0, 1, 1}};
     adamw_update(serial, step, std::span(&whole, 1), {p, gt, m, v, {}, {}});
@@ -190,7 +190,7 @@ TEST_P(Bf16MomentsTest, FollowTheExactOnesOnAverage) {
     const TensorView g = filled_f32({n}, gradient);
     const double g1 = static_cast<double>(gradient), g2 = g1 * g1;
     for (int i = 0; i < steps; ++i) {
-      AdamWStep step = kStep;
+      AdamWStep step = kBf16Step;
       step.step = ++t;
       step.learning_rate = 1e-5f;
       adamw_update(exec(), step, p, g, m, v);
@@ -209,9 +209,9 @@ TEST_P(Bf16MomentsTest, FollowTheExactOnesOnAverage) {
 
 TEST_P(Bf16MomentsTest, OfDifferentTypesAreRefused) {
   const TensorView a = filled_f32({4}, 0), b = zeros(4);
-  EXPECT_THROW(adamw_update(exec(), kStep, a, a, a, b), InternalError);
-  EXPECT_THROW(adamw_update(exec(), kStep, a, a, b, a), InternalError);
+  EXPECT_THROW(adamw_update(exec(), kBf16Step, a, a, a, b), InternalError);
+  EXPECT_THROW(adamw_update(exec(), kBf16Step, a, a, b, a), InternalError);
 }
 
 }  // namespace
-}  // namespace sb::testing
+}  // namespace sb::test

@@ -7,7 +7,7 @@
 #include "device/cuda.h"
 #include "device/memory.h"
 
-namespace sb::testing {
+namespace sb::test {
 
 namespace {
 
@@ -169,4 +169,4 @@ double dot(const std::vector<double>& a, const std::vector<double>& b) {
   return sum;
 }
 
-}  // namespace sb::testing
+}  // namespace sb::test

@@ -10,7 +10,7 @@
 #include "core/random.h"
 #include "device/context.h"
 
-namespace sb::testing {
+namespace sb::test {
 
 // Where a parametrised test runs. The instruction set comes from the environment (the test program runs once per set).
 struct DeviceParam {
@@ -63,9 +63,8 @@ class OpsTest : public ::testing::TestWithParam<DeviceParam> {
 // Rounded to the nearest bf16, ties to even.
 float to_bf16(float value);
 
-#define SB_INSTANTIATE_ON_ALL_DEVICES(suite)                                                  \
-  INSTANTIATE_TEST_SUITE_P(Devices, suite, ::testing::ValuesIn(::sb::testing::all_devices()), \
-                           ::sb::testing::device_name)
+#define SB_INSTANTIATE_ON_ALL_DEVICES(suite) \
+  INSTANTIATE_TEST_SUITE_P(Devices, suite, ::testing::ValuesIn(::sb::test::all_devices()), ::sb::test::device_name)
 
 // Normal numbers times `scale`, rounded to fp32 so that the reference starts from what the operation sees.
 std::vector<float> random_values(int64_t count, uint64_t seed, double scale = 1.0);
@@ -81,4 +80,4 @@ std::vector<double> numeric_gradient(const std::function<double(const std::vecto
 
 double dot(const std::vector<double>& a, const std::vector<double>& b);
 
-}  // namespace sb::testing
+}  // namespace sb::test

@@ -4,7 +4,7 @@
 
 #include "tests/ops/ops_fixture.h"
 
-namespace sb::testing {
+namespace sb::test {
 namespace {
 
 constexpr double kEps = 1e-6;
@@ -165,4 +165,4 @@ TEST_P(RmsNormTest, RefusesWrongShapes) {
 }
 
 }  // namespace
-}  // namespace sb::testing
+}  // namespace sb::test

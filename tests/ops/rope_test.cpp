@@ -6,7 +6,7 @@
 
 #include "tests/ops/ops_fixture.h"
 
-namespace sb::testing {
+namespace sb::test {
 namespace {
 
 void expect_frequencies(const RopeFrequencies& actual, const std::map<int, double>& expected) {
@@ -338,4 +338,4 @@ TEST_P(QkvRopeTest, RefusesWrongShapes) {
 }
 
 }  // namespace
-}  // namespace sb::testing
+}  // namespace sb::test

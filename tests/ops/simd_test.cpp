@@ -7,7 +7,7 @@
 #include "core/cpu_isa.h"
 #include "tests/ops/simd_probe.h"
 
-namespace sb::testing {
+namespace sb::test {
 namespace {
 
 constexpr float kInfinity = std::numeric_limits<float>::infinity();
@@ -87,4 +87,4 @@ TEST(Simd, Reductions) {
 }
 
 }  // namespace
-}  // namespace sb::testing
+}  // namespace sb::test

@@ -4,7 +4,7 @@
 
 #include "tests/ops/ops_fixture.h"
 
-namespace sb::testing {
+namespace sb::test {
 namespace {
 
 std::vector<double> swiglu(int64_t width, const std::vector<double>& gate_up) {
@@ -86,4 +86,4 @@ TEST_P(SwiGluTest, RefusesWrongShapes) {
 }
 
 }  // namespace
-}  // namespace sb::testing
+}  // namespace sb::test

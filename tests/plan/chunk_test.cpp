@@ -129,7 +129,7 @@ void check_plan(const Plan& plan, const CostModel& cost, const std::vector<Seque
   EXPECT_EQ(write_plan(parse_plan(write_plan(plan), "a test")), write_plan(plan));
 }
 
-std::vector<Sequence> draw(Random& random, int64_t count, int kind) {
+std::vector<Sequence> draw_sequences(Random& random, int64_t count, int kind) {
   std::vector<Sequence> sequences;
   for (int64_t i = 0; i < count; ++i) {
     double n = std::exp(9 + 1.3 * random.normal());
@@ -153,7 +153,7 @@ TEST(Chunk, AutomaticPlansHoldEverythingOnceAndAreNeverSlowerThanWholeOnes) {
     layout.pp = 1 + static_cast<int>(random.below(8));
     layout.comm = layout.head = random.below(2) == 0;
     const Bench bench(layout, trial % 2 == 0 ? "h200" : "a100-analytic", trial % 4 < 2 ? "qwen2.5-3b" : "qwen2.5-0.5b");
-    const auto sequences = draw(random, layout.dp * (1 + static_cast<int64_t>(random.below(6))), trial % 4);
+    const auto sequences = draw_sequences(random, layout.dp * (1 + static_cast<int64_t>(random.below(6))), trial % 4);
     PlanOptions options;
     options.batching.micro_batch_sequences = 1 + static_cast<int64_t>(random.below(2));
     for (const TuningPolicy tuning : {TuningPolicy::none, TuningPolicy::optimal}) {
@@ -179,7 +179,7 @@ TEST(Chunk, AGivenSizeCutsEverythingAboveItWhateverThePolicy) {
     for (const int pp : {1, 3})
       for (const int64_t tokens : {256, 1024, 5120}) {
         const Bench bench({.dp = 2, .pp = pp}, "h200-analytic");
-        const auto sequences = draw(random, 9, 0);
+        const auto sequences = draw_sequences(random, 9, 0);
         PlanOptions options;
         options.batching.policy = policy;
         options.batching.micro_batch_tokens = 8192;  // longer sequences fit all the same

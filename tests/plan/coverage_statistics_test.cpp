@@ -67,9 +67,9 @@ TEST(CoverageStatistics, LearnsCurvesOfLayersAndLengths) {
 TEST(CoverageStatistics, ManyQuestionsAtOnce) {
   CoverageStatistics statistics;
   Random random(5);
-  constexpr int kLayers = 7;
+  constexpr int kSevenLayers = 7;
   for (int i = 0; i < 60; ++i) {
-    const int layer = static_cast<int>(random.below(kLayers - 1));  // the last is never seen
+    const int layer = static_cast<int>(random.below(kSevenLayers - 1));  // the last is never seen
     const auto tokens = static_cast<int64_t>(std::exp(6.5 + 6 * random.uniform()));
     std::vector<int64_t> budgets{256, 1024, 4096, std::max<int64_t>(tokens, 4097)}, ppm;
     const double gamma = 0.05 + random.uniform();
@@ -84,20 +84,20 @@ TEST(CoverageStatistics, ManyQuestionsAtOnce) {
   for (const int32_t budget : budgets) logs.push_back(std::log(budget));
   for (const int64_t tokens : {1, 17, 512, 513, 5000, 50000, 800000}) {
     const Sequence sequence{3, tokens};
-    std::vector<double> all(kLayers * budgets.size());
-    statistics.evaluate_layers(sequence, kLayers, budgets, logs, all);
-    for (int l = 0; l < kLayers; ++l)
+    std::vector<double> all(kSevenLayers * budgets.size());
+    statistics.evaluate_layers(sequence, kSevenLayers, budgets, logs, all);
+    for (int l = 0; l < kSevenLayers; ++l)
       for (size_t i = 0; i < budgets.size(); ++i)
         EXPECT_NEAR(all[static_cast<size_t>(l) * budgets.size() + i], statistics.at(sequence, l, budgets[i]), 1e-12)
             << tokens << " " << l << " " << budgets[i];
     std::vector<int32_t> own;
-    std::vector<double> own_logs, each(kLayers);
-    for (int l = 0; l < kLayers; ++l) {
+    std::vector<double> own_logs, each(kSevenLayers);
+    for (int l = 0; l < kSevenLayers; ++l) {
       own.push_back(budgets[random.below(budgets.size())]);
       own_logs.push_back(std::log(own.back()));
     }
     statistics.evaluate_each(sequence, own, own_logs, each);
-    for (int l = 0; l < kLayers; ++l) {
+    for (int l = 0; l < kSevenLayers; ++l) {
       const auto at = static_cast<size_t>(l);
       EXPECT_NEAR(each[at], statistics.at(sequence, l, own[at]), 1e-12) << tokens << " " << l;
     }

@@ -36,7 +36,8 @@ std::string chromium(const TemporaryFolder& folder, const std::string& arguments
 class ReportInBrowser : public testing::Test {
  protected:
   void SetUp() override {
-    if (!has_chromium()) GTEST_SKIP() << "chromium is not installed; scripts/setup.sh installs it";
+    if (!has_chromium())
+      GTEST_SKIP() << "no chromium here, in which this looks at the report; as root: apt-get install chromium";
   }
 };
 

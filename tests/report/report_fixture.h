@@ -4,6 +4,7 @@
 #include <string>
 
 #include "report/report.h"
+#include "tests/data/temporary_folder.h"
 
 namespace sb {
 
@@ -54,6 +55,13 @@ inline ReportInput example_run(int64_t steps, int stages) {
     input.plans.steps[step] = logged;
   }
   return input;
+}
+
+// What the report reads from a metrics.jsonl with this content.
+inline RunMetrics parsed_metrics(const std::string& text) {
+  TemporaryFolder folder;
+  write_bytes(folder.path("metrics.jsonl"), text);
+  return read_metrics(folder.path("metrics.jsonl"));
 }
 
 }  // namespace sb

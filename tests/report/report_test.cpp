@@ -18,14 +18,8 @@ size_t count(const std::string& text, const std::string& part) {
   return found;
 }
 
-RunMetrics parse(const std::string& text) {
-  TemporaryFolder folder;
-  write_bytes(folder.path("metrics.jsonl"), text);
-  return read_metrics(folder.path("metrics.jsonl"));
-}
-
 TEST(Report, ReadsMetricsWhateverTheyHold) {
-  const RunMetrics metrics = parse(
+  const RunMetrics metrics = parsed_metrics(
       "{\"step\":1,\"loss\":2.5,\"word\":\"x\",\"list\":[1,2],\"nothing\":null}\n"
       "{\"step\":2,\"loss\":1e999}\n"
       "{\"step\":2,\"loss\":2.25,\"validation_loss\":3}\n"
@@ -44,11 +38,11 @@ TEST(Report, ReadsMetricsWhateverTheyHold) {
   EXPECT_EQ(metrics.lines, 10);
   EXPECT_EQ(metrics.skipped, 7);  // 1e999 is no JSON number that a double holds
   // Nesting costs no stack, whichever bracket it is made of.
-  EXPECT_EQ(parse(std::string(3'000'000, '[') + "\n").skipped, 1);
+  EXPECT_EQ(parsed_metrics(std::string(3'000'000, '[') + "\n").skipped, 1);
   std::string deep = "{\"step\":1,\"loss\":";
   for (int i = 0; i < 100'000; ++i) deep += "{\"a\":";
-  EXPECT_EQ(parse(deep + "\n").skipped, 1);
-  EXPECT_EQ(parse(std::string("\0\xff\xfe{", 4)).skipped, 1);
+  EXPECT_EQ(parsed_metrics(deep + "\n").skipped, 1);
+  EXPECT_EQ(parsed_metrics(std::string("\0\xff\xfe{", 4)).skipped, 1);
   EXPECT_THROW(read_metrics("no/such/file"), UserError);
 }
 

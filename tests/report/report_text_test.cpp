@@ -13,12 +13,6 @@
 namespace sb {
 namespace {
 
-RunMetrics parse(const std::string& text) {
-  TemporaryFolder folder;
-  write_bytes(folder.path("metrics.jsonl"), text);
-  return read_metrics(folder.path("metrics.jsonl"));
-}
-
 // The value of one row of either table; empty: there is none.
 std::string row(const std::string& page, const std::string& name) {
   for (const char* cell : {"td", "th"}) {
@@ -50,35 +44,35 @@ TEST(ReportMetrics, LinesOfEveryKind) {
                         {"null", false, 0},
                         {" ", false, 0}};
   for (const Line& line : lines) {
-    const RunMetrics metrics = parse(std::string(line.text) + "\n");
+    const RunMetrics metrics = parsed_metrics(std::string(line.text) + "\n");
     EXPECT_EQ(metrics.lines, 1) << line.text;
     EXPECT_EQ(metrics.skipped, line.taken ? 0 : 1) << line.text;
     EXPECT_EQ(metrics.series.size(), line.series) << line.text;
   }
-  EXPECT_EQ(parse("").lines, 0);
-  EXPECT_EQ(parse("\n\n\n").lines, 0);
+  EXPECT_EQ(parsed_metrics("").lines, 0);
+  EXPECT_EQ(parsed_metrics("\n\n\n").lines, 0);
 }
 
 TEST(ReportMetrics, ALaterLineOfAStepWinsValueByValue) {
   const RunMetrics metrics =
-      parse("{\"step\":5,\"a\":1,\"b\":2}\n{\"step\":4,\"a\":7}\n{\"step\":5,\"a\":3,\"b\":null}\n");
+      parsed_metrics("{\"step\":5,\"a\":1,\"b\":2}\n{\"step\":4,\"a\":7}\n{\"step\":5,\"a\":3,\"b\":null}\n");
   EXPECT_EQ(metrics.series.at("a"), (std::map<int64_t, double>{{4, 7.0}, {5, 3.0}}));
   EXPECT_EQ(metrics.series.at("b"), (std::map<int64_t, double>{{5, 2.0}}));
 }
 
 TEST(ReportMetrics, HugeLinesAndTooManyNamesAreLeftOut) {
   const std::string padding(1 << 20, ' ');
-  EXPECT_EQ(parse("{\"step\":1," + padding + "\"a\":1}\n{\"step\":2,\"a\":1}\n").skipped, 1);
+  EXPECT_EQ(parsed_metrics("{\"step\":1," + padding + "\"a\":1}\n{\"step\":2,\"a\":1}\n").skipped, 1);
   std::string many = "{\"step\":1";
   for (int i = 0; i < 5000; ++i) many += ",\"n" + std::to_string(i) + "\":1";
-  EXPECT_EQ(parse(many + "}\n").series.size(), 4096u);
+  EXPECT_EQ(parsed_metrics(many + "}\n").series.size(), 4096u);
 }
 
 TEST(ReportText, ThePageSaysHowManyLinesWereLeftOut) {
   ReportInput input;
-  input.metrics = parse("{\"step\":1,\"loss\":2}\nx\n{\"step\":2,\"loss\":1}\n[]\n");
+  input.metrics = parsed_metrics("{\"step\":1,\"loss\":2}\nx\n{\"step\":2,\"loss\":1}\n[]\n");
   EXPECT_NE(write_report(input).find("2 of 4 lines of metrics.jsonl could not be read"), std::string::npos);
-  input.metrics = parse("{\"step\":1,\"loss\":2}\n");
+  input.metrics = parsed_metrics("{\"step\":1,\"loss\":2}\n");
   EXPECT_EQ(write_report(input).find("could not be read"), std::string::npos);
 }
 

@@ -9,9 +9,13 @@
 #include <map>
 #include <utility>
 
+#include "comm/self_communicator.h"
+#include "comm/thread_communicator.h"
 #include "core/files/durable_file.h"
 #include "plan/planner/balance_state.h"
-#include "run/checkpoint/optimizer_file.h"
+#include "run/checkpoint/checkpoint_files.h"
+#include "run/checkpoint/new_directory.h"
+#include "run/checkpoint/optimizer_files.h"
 #include "run/checkpoint/selection_file.h"
 #include "run/checkpoint_saver.h"
 #include "tests/run/scratch_directory.h"
@@ -54,32 +58,68 @@ struct Contents {
   }
   TensorView moment(std::vector<float>& values) const { return {values.data(), {parameters.flat_elements()}}; }
   ShardLayout layout(int shards = 1) const { return ShardLayout(parameters, shards, 1); }
-  struct Tensors {
-    std::vector<SafetensorsTensor> weights, moments;
-  };
-  Tensors tensors() {
-    auto [weights, moments] = Tensors();
+  RankTensors tensors() {
+    RankTensors all;
     for (const FlatTensor& tensor : parameters.flat_tensors()) {
-      weights.push_back({tensor.name, tensor.shape, parameters.values().f32() + tensor.begin});
-      moments.push_back({first_moment_name(tensor.name), tensor.shape, first.data() + tensor.begin});
-      moments.push_back({second_moment_name(tensor.name), tensor.shape, second.data() + tensor.begin});
+      all.weights.push_back({tensor.name, tensor.shape, parameters.values().f32() + tensor.begin});
+      all.moments.push_back({first_moment_name(tensor.name), tensor.shape, first.data() + tensor.begin});
+      all.moments.push_back({second_moment_name(tensor.name), tensor.shape, second.data() + tensor.begin});
     }
-    return {weights, moments};
+    return all;
   }
-  fs::path save(const fs::path& directory) {
-    const auto [weights, moments] = tensors();
-    return save_checkpoint(directory, {model, weights, moments, state, run_config, {}});
+  // What rank `rank` of several writes: every so many-th tensor.
+  RankTensors tensors_of(int rank, int ranks) {
+    const RankTensors all = tensors();
+    RankTensors own;
+    for (size_t i = 0; i < all.moments.size(); ++i) {
+      if (static_cast<int>(i) % ranks != rank) continue;
+      own.moments.push_back(all.moments[i]);
+      if (i < all.weights.size()) own.weights.push_back(all.weights[i]);
+    }
+    own.weights_file = own.moments_file = {rank + 1, ranks};
+    return own;
+  }
+  fs::path save(const fs::path& directory, int ranks = 1) {
+    const CheckpointPlace place = {directory, state.step, 12 * parameters.elements()};
+    const CheckpointContents contents = {model, state, run_config, {}};
+    const fs::path temporary = begin_checkpoint(place);
+    std::vector<TensorFile> files;
+    for (int rank = 0; rank < ranks; ++rank)
+      for (TensorFile& file : unpack_files(
+               pack_files(write_tensors(temporary, place, ranks == 1 ? tensors() : tensors_of(rank, ranks), contents))))
+        files.push_back(std::move(file));
+    return finish_checkpoint(temporary, place, files, contents);
   }
 };
+
+// The same tensors as a saver gets them, from a buffer that holds one at a time.
+OwnTensors given_one_by_one(const RankTensors& tensors, std::vector<float>& buffer) {
+  OwnTensors own{tensors, {}, 0};
+  std::vector<SafetensorsTensor> all;
+  for (std::vector<SafetensorsTensor>* kind : {&own.tensors.weights, &own.tensors.moments})
+    for (SafetensorsTensor& tensor : *kind) {
+      all.push_back(tensor);
+      tensor.data = nullptr;
+    }
+  own.rounds = all.size();
+  own.next = [&buffer, all, at = size_t{0}](float* into) mutable {
+    const SafetensorsTensor& tensor = all[at++];
+    if (into == nullptr) buffer.resize(static_cast<size_t>(tensor.elements()));
+    float* values = into == nullptr ? buffer.data() : into;
+    std::copy_n(tensor.data, tensor.elements(), values);
+    return static_cast<const float*>(values);
+  };
+  return own;
+}
 
 std::vector<float> copy(TensorView view) {
   return {view.f32(), view.f32() + view.elements()};
 }
 
-TEST(Checkpoint, EverythingComesBackBitByBit) {
+void expect_everything_back(int ranks) {
   ScratchDirectory scratch;
   Contents saved;
-  const fs::path path = saved.save(scratch.path());
+  const fs::path path = saved.save(scratch.path(), ranks);
   EXPECT_EQ(path.filename(), "checkpoint-7");
   EXPECT_EQ(find_damage(path), std::nullopt);
   EXPECT_EQ(read_bytes(path / "run.yaml"), saved.run_config);
@@ -98,6 +138,65 @@ TEST(Checkpoint, EverythingComesBackBitByBit) {
   EXPECT_EQ(loaded.second, saved.second);
   for (int i = 0; i < saved.parameters.count(); ++i)
     EXPECT_EQ(copy(loaded.parameters.value(i)), copy(saved.parameters.value(i)));
+}
+
+TEST(Checkpoint, EverythingComesBackBitByBit) {
+  expect_everything_back(1);
+}
+
+TEST(Checkpoint, EverythingComesBackFromTheFilesOfSeveralRanks) {
+  for (const int ranks : {2, 3, 4}) expect_everything_back(ranks);
+}
+
+TEST(Checkpoint, EarlierVersionsCanReadWhatOneRankWrote) {
+  ScratchDirectory scratch;
+  const std::string one = read_bytes(Contents(1).save(scratch.path()) / "manifest.json");
+  EXPECT_NE(one.find("\"format\": 1"), std::string::npos) << one;
+  const std::string two = read_bytes(Contents(2).save(scratch.path(), 2) / "manifest.json");
+  EXPECT_NE(two.find("\"format\": 2"), std::string::npos) << two;
+}
+
+TEST(Checkpoint, AFileOfSeveralThatIsMissingCutOrAlteredIsNamed) {
+  constexpr int kRanks = 3;
+  for (const std::string stem : {"model", "optimizer"}) {
+    for (int rank = 1; rank <= kRanks; ++rank) {
+      const std::string name = fmt::format("{}-{:05}-of-{:05}.safetensors", stem, rank, kRanks);
+      SCOPED_TRACE(name);
+      ScratchDirectory scratch;
+      const auto damage_of = [&](const std::function<void(const fs::path& file)>& apply) {
+        const fs::path path = Contents(7).save(scratch.path(), kRanks);
+        EXPECT_EQ(find_damage(path), std::nullopt);
+        apply(path / name);
+        return find_damage(path).value_or("");
+      };
+      EXPECT_EQ(damage_of([](const fs::path& file) { fs::remove(file); }), name + " is missing");
+      const std::string cut = damage_of([](const fs::path& file) { fs::resize_file(file, fs::file_size(file) - 1); });
+      EXPECT_TRUE(cut.starts_with(name + " has ") && cut.find(" bytes instead of ") != std::string::npos) << cut;
+      EXPECT_EQ(damage_of([](const fs::path& file) {
+                  std::string bytes = read_bytes(file);
+                  bytes.back() ^= 1;
+                  write_bytes(file, bytes);
+                }),
+                name + " has a wrong checksum");
+    }
+  }
+}
+
+// What another rank has written, and the first one does not see.
+TEST(Checkpoint, IsNotCompletedWithoutTheFilesOfAllRanks) {
+  ScratchDirectory scratch;
+  Contents(5).save(scratch.path());
+  Contents contents(7);
+  const CheckpointPlace place = {scratch.path(), 7, 0};
+  const CheckpointContents rest = {contents.model, contents.state, contents.run_config, {}};
+  const fs::path temporary = begin_checkpoint(place);
+  const std::vector<TensorFile> files = write_tensors(temporary, place, contents.tensors_of(0, 2), rest);
+  fs::remove(temporary / files[1].name);
+  const std::string error = user_error_of([&] { finish_checkpoint(temporary, place, files, rest); });
+  EXPECT_NE(error.find(files[1].name), std::string::npos) << error;
+  EXPECT_NE(error.find("do all ranks see the same directory?"), std::string::npos) << error;
+  EXPECT_EQ(checkpoint_steps(scratch.path()), (std::vector<int64_t>{5}));
+  EXPECT_FALSE(fs::exists(temporary));
 }
 
 TEST(Checkpoint, WhatSelectionLearnedOfAnotherModelOrNotFiniteIsNamed) {
@@ -127,8 +226,8 @@ TEST(Checkpoint, AShardGetsItsOwnPieces) {
   const auto half = static_cast<size_t>(halves.shard_elements());
   for (const int shard : {0, 1}) {
     std::vector<float> first(half, 5.0f), second(half, 5.0f);
-    read_optimizer_file(path / "optimizer.safetensors", saved.parameters, halves, shard,
-                        {first.data(), {halves.shard_elements()}}, {second.data(), {halves.shard_elements()}});
+    read_optimizer_files(path, saved.parameters, halves, shard, {first.data(), {halves.shard_elements()}},
+                         {second.data(), {halves.shard_elements()}});
     const auto begin = static_cast<std::ptrdiff_t>(half) * shard;
     EXPECT_EQ(first, std::vector<float>(saved.first.begin() + begin, saved.first.begin() + begin + std::ssize(first)));
     EXPECT_EQ(second,
@@ -148,7 +247,7 @@ TEST(Checkpoint, OfAnotherModelIsRefused) {
   std::vector<float> moments(static_cast<size_t>(other.flat_elements()));
   const TensorView view(moments.data(), {other.flat_elements()});
   EXPECT_NE(user_error_of([&] {
-              read_optimizer_file(path / "optimizer.safetensors", other, ShardLayout(other, 1, 1), 0, view, view);
+              read_optimizer_files(path, other, ShardLayout(other, 1, 1), 0, view, view);
             }).find("exp_avg.bias is missing"),
             std::string::npos);
 
@@ -159,7 +258,7 @@ TEST(Checkpoint, OfAnotherModelIsRefused) {
   moments.resize(static_cast<size_t>(wider.flat_elements()));
   const TensorView wide(moments.data(), {wider.flat_elements()});
   EXPECT_NE(user_error_of([&] {
-              read_optimizer_file(path / "optimizer.safetensors", wider, ShardLayout(wider, 1, 1), 0, wide, wide);
+              read_optimizer_files(path, wider, ShardLayout(wider, 1, 1), 0, wide, wide);
             }).find("the model needs F32 [3, 5]"),
             std::string::npos);
 }
@@ -191,7 +290,7 @@ std::vector<Damage> damages() {
       {"a manifest of another shape", [](const fs::path& c) { write_bytes(c / "manifest.json", "{\"format\":1}"); },
        "manifest.json is damaged"},
       {"a manifest of the future",
-       [](const fs::path& c) { write_bytes(c / "manifest.json", "{\"format\":2,\"files\":{}}"); }, "format 2"},
+       [](const fs::path& c) { write_bytes(c / "manifest.json", "{\"format\":3,\"files\":{}}"); }, "format 3"},
       {"a manifest that nests deeply",
        [](const fs::path& c) {
          write_bytes(c / "manifest.json",
@@ -362,32 +461,28 @@ TEST(CheckpointSaver, WhatChangesAfterwardsIsNotInTheCheckpoint) {
   ScratchDirectory scratch;
   Contents contents(7);
   const RunConfig config = tiny_run(scratch / "run", {"train.save_total_limit=2"});
+  const int64_t copy = 12 * contents.parameters.elements();
+  const auto world = make_self_communicator();
   fs::create_directories(scratch / "run");
   std::map<std::string, std::string> expected;
+  std::vector<float> buffer;
   {
-    CheckpointSaver now(config, contents.model, CheckpointSaver::Mode::now);
-    const auto [weights, moments] = contents.tensors();
-    now.save(weights, moments, contents.state, "");
+    CheckpointSaver now(config, contents.model, *world, 0);
+    now.save(given_one_by_one(contents.tensors(), buffer), contents.state, "");
     expected = files_of(scratch / "run/checkpoint-7");
     fs::remove_all(scratch / "run/checkpoint-7");
   }
-  CheckpointSaver saver(config, contents.model, CheckpointSaver::Mode::in_background);
-  auto [weights, moments] = contents.tensors();
-  // Values that last until the next are fetched, as those of other ranks do.
-  std::vector<float> buffer;
-  for (std::vector<SafetensorsTensor>* tensors : {&weights, &moments})
-    for (SafetensorsTensor& tensor : *tensors)
-      tensor.fetch = [&buffer, values = std::exchange(tensor.data, nullptr), count = tensor.elements()] {
-        buffer.assign(values, values + count);
-        return buffer.data();
-      };
-  saver.save(weights, moments, contents.state, "coverage");
+  CheckpointSaver saver(config, contents.model, *world, copy);
+  saver.save(given_one_by_one(contents.tensors(), buffer), contents.state, "coverage");
   buffer.assign(buffer.size(), -1.0f);
+  const TrainState before = contents.state;
   contents.state.step = 8;
-  saver.save(weights, moments, contents.state, "");  // waits for the first
+  std::ranges::fill(contents.first, -1.0f);
+  saver.save(given_one_by_one(contents.tensors(), buffer), contents.state, "");  // waits for the first
   EXPECT_TRUE(fs::exists(scratch / "run/checkpoint-7"));
   saver.wait();
   EXPECT_TRUE(files_of(scratch / "run/checkpoint-7") == expected);
+  EXPECT_EQ(read_train_state(scratch / "run/checkpoint-7").step, before.step);
   EXPECT_EQ(read_bytes(scratch / "run/coverage.json"), "coverage");
   EXPECT_EQ(find_damage(scratch / "run/checkpoint-8"), std::nullopt);
 }
@@ -395,18 +490,63 @@ TEST(CheckpointSaver, WhatChangesAfterwardsIsNotInTheCheckpoint) {
 TEST(CheckpointSaver, AFailureIsThrownByALaterCallOnce) {
   ScratchDirectory scratch;
   Contents contents(7);
-  const RunConfig config = tiny_run(scratch / "nowhere");
-  const auto [weights, moments] = contents.tensors();
-  CheckpointSaver saver(config, contents.model, CheckpointSaver::Mode::in_background);
-  saver.save(weights, moments, contents.state, "");
-  EXPECT_THROW(saver.wait(), UserError);
-  saver.check();
+  const RunConfig config = tiny_run(scratch / "run");
+  const auto world = make_self_communicator();
+  std::vector<float> buffer;
+  CheckpointSaver saver(config, contents.model, *world, 12 * contents.parameters.elements());
+  // Without a folder it is said at once.
+  const auto save = [&] { saver.save(given_one_by_one(contents.tensors(), buffer), contents.state, ""); };
+  EXPECT_NE(user_error_of(save).find("the checkpoint of step 7 could not be saved"), std::string::npos);
+  fs::create_directories(scratch / "run");
+  {
+    const FileSizeLimit limit(300);
+    save();
+    EXPECT_THROW(saver.wait(), UserError);
+  }
+  saver.advance();
   saver.wait();
-  // It goes on when the folder is there.
-  fs::create_directories(scratch / "nowhere");
-  saver.save(weights, moments, contents.state, "");
+  EXPECT_TRUE(fs::is_empty(scratch / "run"));
+  save();
   saver.wait();
-  EXPECT_EQ(checkpoint_steps(scratch / "nowhere"), (std::vector<int64_t>{7}));
+  EXPECT_EQ(checkpoint_steps(scratch / "run"), (std::vector<int64_t>{7}));
+}
+
+// Three ranks, in the background and not: complete when all have written, and not before.
+TEST(CheckpointSaver, SeveralRanksWriteOneCheckpoint) {
+  constexpr int kRanks = 3;
+  for (const bool in_background : {false, true}) {
+    ScratchDirectory scratch;
+    const RunConfig config = tiny_run(scratch / "run");
+    fs::create_directories(scratch / "run");
+    Contents together(7);
+    const fs::path expected = together.save(scratch.path(), kRanks);
+    run_thread_ranks(kRanks, [&](Communicator& world) {
+      Contents contents(7);
+      std::vector<float> buffer;
+      CheckpointSaver saver(config, contents.model, world, in_background ? 12 * contents.parameters.elements() : 0);
+      OwnTensors own = given_one_by_one(contents.tensors_of(world.rank(), kRanks), buffer);
+      // Not all have equally many, and every rank is asked as often.
+      const size_t count = own.rounds;
+      own.rounds = static_cast<size_t>(world.all_reduce(static_cast<int64_t>(count), ReduceOp::max));
+      size_t calls = 0;
+      own.next = [&calls, count, next = own.next](float* into) -> const float* {
+        return calls++ < count ? next(into) : nullptr;
+      };
+      saver.save(own, contents.state, "");
+      EXPECT_EQ(calls, own.rounds);
+      saver.advance();
+      saver.advance();
+      saver.wait();
+      if (world.rank() > 0) return;
+      const auto got = files_of(scratch / "run/checkpoint-7"), wanted = files_of(expected);
+      for (const auto& [name, bytes] : wanted) {
+        if (name == "run.yaml" || name == "manifest.json") continue;
+        EXPECT_TRUE(got.at(name) == bytes) << name;
+      }
+      EXPECT_EQ(got.size(), wanted.size());
+      EXPECT_EQ(find_damage(scratch / "run/checkpoint-7"), std::nullopt);
+    });
+  }
 }
 
 // Damage of the disk between a write and the manifest is found, too: its checksums are of what was written.

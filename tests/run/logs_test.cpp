@@ -334,7 +334,7 @@ TEST(Console, TerminalRedrawsOneLineAndKeepsTextApart) {
     console.finish();
   });
   EXPECT_EQ(std::count(out.begin(), out.end(), '\n'), 2);
-  EXPECT_NE(out.find("\033[Ka note\n\rstep 2/100"), std::string::npos) << out;
+  EXPECT_NE(out.find("\033[Ka note\n\r[            ] step 2/100"), std::string::npos) << out;
   EXPECT_TRUE(out.ends_with("\n"));
 }
 
@@ -345,8 +345,20 @@ TEST(Console, ANarrowTerminalStillShowsTheTimeLeft) {
   const std::string out = console_output(true, 1, [&](Console& console) { console.step(r); });
   const std::string line = out.substr(1, out.find('\033') - 1);
   EXPECT_LE(line.size(), 79u) << line;
-  EXPECT_TRUE(line.starts_with("step 1/100  loss 2.3457")) << line;
+  EXPECT_TRUE(line.starts_with("[            ] step 1/100  loss 2.3457")) << line;
   EXPECT_TRUE(line.ends_with("  ETA 3m18s")) << line;  // 99 steps of 2 s
+}
+
+TEST(Console, ABarShowsTheShareOfTheSteps) {
+  const auto drawn = [](int64_t step) {
+    const std::string out = console_output(true, 1, [&](Console& console) { console.step(report(step)); });
+    return out.substr(1, out.find(']'));
+  };
+  EXPECT_EQ(drawn(8), "[            ]");  // of 100: not yet a twelfth
+  EXPECT_EQ(drawn(9), "[#           ]");
+  EXPECT_EQ(drawn(50), "[######      ]");
+  EXPECT_EQ(drawn(99), "[########### ]");
+  EXPECT_EQ(drawn(100), "[############]");
 }
 
 TEST(TimeLeft, CountsStepsValidationsAndCheckpointsToCome) {

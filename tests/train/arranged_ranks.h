@@ -40,6 +40,22 @@ inline std::vector<MicroBatch> own_batches(RankModel& model, const Arrangement& 
   return batches;
 }
 
+// What this rank writes of a checkpoint.
+inline void add_own_tensors(RankModel& model, Tensors& weights, Tensors& moments) {
+  const OwnTensors own = model.own_tensors();
+  size_t taken = 0;
+  const auto take = [&](const std::vector<SafetensorsTensor>& tensors, Tensors& into) {
+    for (const SafetensorsTensor& tensor : tensors) {
+      const float* values = own.next(nullptr);
+      EXPECT_TRUE(into.emplace(tensor.name, std::vector<float>(values, values + tensor.elements())).second);
+      ++taken;
+    }
+  };
+  take(own.tensors.weights, weights);
+  take(own.tensors.moments, moments);
+  while (taken++ < own.rounds) EXPECT_EQ(own.next(nullptr), nullptr);
+}
+
 // After their reduction each rank has the sums of its own pieces: they go to their places in `whole`, by tensor.
 inline void add_own_gradients(RankModel& model, const ModelLayout& layout, std::span<const float> gradients,
                               Tensors& whole) {

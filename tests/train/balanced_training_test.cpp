@@ -467,11 +467,13 @@ TEST(BalancedTraining, BudgetsMoveAndValidationKeepsItsOwn) {
 // The batch that also runs in order leaves no trace in the training, nor in the thresholds that attention learns.
 TEST(BalancedTraining, ComparingStepsChangesNothing) {
   TemporaryFolder folder;
-  const std::vector<std::string> fixed = {"attention.pattern=mass", "balance.adapt=false", "train.max_steps=6"};
-  train(config_of(folder.path("plain"), fixed));
-  std::vector<std::string> compared = fixed;
-  compared.emplace_back("balance.compare_steps=2");
-  train(config_of(folder.path("compared"), compared), folder.path("printed"));
+  const auto with = [](const std::vector<std::string>& more) {
+    std::vector<std::string> all = {"attention.pattern=mass", "balance.adapt=false", "train.max_steps=6"};
+    all.insert(all.end(), more.begin(), more.end());
+    return all;
+  };
+  train(config_of(folder.path("plain"), with({})));
+  train(config_of(folder.path("compared"), with({"balance.compare_steps=2"})), folder.path("printed"));
   EXPECT_EQ(final_weights(folder.path("compared")), final_weights(folder.path("plain")));
   EXPECT_EQ(plan_texts(folder.path("compared")), plan_texts(folder.path("plain")));
   const auto lines = metrics(folder.path("compared"), "compared_in_order_ms");
@@ -484,6 +486,27 @@ TEST(BalancedTraining, ComparingStepsChangesNothing) {
   EXPECT_TRUE(metrics(folder.path("plain"), "compared_in_order_ms").empty());
   EXPECT_NE(read_bytes(folder.path("printed")).find("(3 steps compared, without the optimizer update)"),
             std::string::npos);
+  // Nor does a stop after a step that ran in order second.
+  train(config_of(folder.path("resumed"), with({"balance.compare_steps=2", "train.max_steps=4"})));
+  train(config_of(folder.path("resumed"), with({"balance.compare_steps=2"})));
+  EXPECT_EQ(final_weights(folder.path("resumed")), final_weights(folder.path("plain")));
+}
+
+// Who runs second finds caches warm: in order goes before the step and after its update, in turns.
+TEST(BalancedTraining, ComparedStepsTakeTurnsInWhoRunsFirst) {
+  TemporaryFolder folder;
+  train(config_of(folder.path("run"), {"balance.compare_steps=2", "train.trace=true"}));
+  std::map<int64_t, std::map<std::string, double>> begins;  // of rank 0, by step
+  for (const auto& event : nlohmann::json::parse(read_bytes(folder.path("run/trace.json"))))
+    if (event["ph"] == "X" && event["pid"] == 0 && (event["name"] == "in order" || event["name"] == "update"))
+      begins[event["args"]["n"]][event["name"]] = event["ts"];
+  ASSERT_EQ(begins.size(), 8u);
+  for (const auto& [step, begin] : begins) {
+    ASSERT_TRUE(begin.contains("update")) << step;
+    ASSERT_EQ(begin.contains("in order"), step % 2 == 0) << step;
+    if (step % 2 != 0) continue;
+    EXPECT_EQ(begin.at("in order") < begin.at("update"), step % 4 == 2) << step;
+  }
 }
 
 TEST(BalancedTraining, ACurriculumIsPlannedWithTheLengthsItHas) {

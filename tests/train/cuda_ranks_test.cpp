@@ -88,16 +88,11 @@ Outcome run(const ModelConfig& config, const std::vector<std::vector<int32_t>>& 
     const ParameterSet& parameters = model.stage().parameters();
     outcome.weights_read[static_cast<size_t>(world.rank())] =
         host_values(dtype == DType::f32 ? parameters.values() : parameters.rounded_weights());
-    const auto collect = [&](const std::vector<SafetensorsTensor>& tensors, Tensors& into) {
-      for (const SafetensorsTensor& tensor : tensors)
-        if (const float* values = tensor.fetch()) into[tensor.name].assign(values, values + tensor.elements());
-    };
     Tensors weights, moments;
-    collect(model.weights(), weights);
-    collect(model.moments(), moments);
-    if (world.rank() != 0) return;
-    outcome.weights = std::move(weights);
-    outcome.moments = std::move(moments);
+    add_own_tensors(model, weights, moments);
+    std::lock_guard lock(mutex);
+    outcome.weights.merge(weights);
+    outcome.moments.merge(moments);
   });
   return outcome;
 }
@@ -186,8 +181,12 @@ TEST_P(CudaRanks, MemoryFallsWithTheRanks) {
   }
 }
 
+int64_t last_step() {
+  return std::min<int64_t>(run_steps().all, 20);
+}
+
 RunConfig config_of(const std::string& output, const std::vector<std::string>& overrides) {
-  std::vector<std::string> all = {"device=cuda", "train.max_steps=20", "train.threads=1"};
+  std::vector<std::string> all = {"device=cuda", fmt::format("train.max_steps={}", last_step()), "train.threads=1"};
   all.insert(all.end(), overrides.begin(), overrides.end());
   return small_run(output, all);
 }
@@ -217,8 +216,8 @@ void expect_close(const std::map<int64_t, double>& got, const std::map<int64_t, 
 
 TEST_F(CudaRuns, FollowOneRank) {
   const auto one = train(config_of(folder_.path("one"), {}));
-  ASSERT_EQ(one.size(), 20u);
-  EXPECT_LT(one.at(20), one.at(1));
+  ASSERT_EQ(one.size(), static_cast<size_t>(last_step()));
+  EXPECT_LT(one.at(last_step()), one.at(1));
   expect_close(train(config_of(folder_.path("dp"), {"parallel.dp=2"})), one, 0.03);
   expect_close(train(config_of(folder_.path("pp"), {"parallel.pp=2"})), one, 0.03);
   expect_close(train(config_of(folder_.path("both"), {"parallel.dp=2", "parallel.pp=2"})), one, 0.03);
@@ -232,15 +231,19 @@ std::string sequences(int shortest, int longest) {
 }
 
 TEST_F(CudaRuns, SharedSequencesFollowOneRank) {
-  const auto one = train(config_of(folder_.path("one"), {sequences(400, 700)}));
-  expect_close(train(config_of(folder_.path("cp"), {sequences(400, 700), "parallel.cp=2"})), one, 0.03);
-  expect_close(
-      train(config_of(folder_.path("lists"), {sequences(400, 700), "parallel.cp=2", "parallel.ring_lists=host"})), one,
-      0.03);
-  expect_close(train(config_of(folder_.path("both"), {sequences(400, 700), "parallel.cp=2", "parallel.dp=2"})), one,
-               0.03);
-  expect_close(train(config_of(folder_.path("tp"), {sequences(400, 700), "parallel.cp=2", "parallel.tp=2"})), one,
-               0.03);
+  const auto one = train(config_of(folder_.path("one"), {sequences(longest_sequence() * 4 / 7, longest_sequence())}));
+  expect_close(train(config_of(folder_.path("cp"),
+                               {sequences(longest_sequence() * 4 / 7, longest_sequence()), "parallel.cp=2"})),
+               one, 0.03);
+  expect_close(train(config_of(folder_.path("lists"), {sequences(longest_sequence() * 4 / 7, longest_sequence()),
+                                                       "parallel.cp=2", "parallel.ring_lists=host"})),
+               one, 0.03);
+  expect_close(train(config_of(folder_.path("both"), {sequences(longest_sequence() * 4 / 7, longest_sequence()),
+                                                      "parallel.cp=2", "parallel.dp=2"})),
+               one, 0.03);
+  expect_close(train(config_of(folder_.path("tp"), {sequences(longest_sequence() * 4 / 7, longest_sequence()),
+                                                    "parallel.cp=2", "parallel.tp=2"})),
+               one, 0.03);
 }
 
 // Of every step: pairs that were computed, and their share of all causal ones.
@@ -265,22 +268,22 @@ PairsByStep pairs_by_step(const RunConfig& config) {
 // follows from the lengths alone, whatever is selected where masses tie.
 TEST_F(CudaRuns, SharedSparseSequencesFollowOneRank) {
   const auto with = [&](const char* name, std::vector<std::string> more) {
-    for (const char* option :
-         {"attention.pattern=topk", "attention.block=64", "attention.sink_blocks=1", "attention.local_blocks=1",
-          "attention.budget=256", "attention.dense_below=64", "attention.coverage_rows=2", "train.recompute=layer"})
+    for (const char* option : {"attention.pattern=topk", "attention.block=64", "attention.sink_blocks=1",
+                               "attention.local_blocks=1", sized("attention.budget=256", "attention.budget=128"),
+                               "attention.dense_below=64", "attention.coverage_rows=2", "train.recompute=layer"})
       more.emplace_back(option);
-    more.push_back(sequences(400, 700));
+    more.push_back(sequences(longest_sequence() * 4 / 7, longest_sequence()));
     return config_of(folder_.path(name), more);
   };
   const RunConfig alone = with("one", {});
   const auto one = train(alone);
   const PairsByStep pairs = pairs_by_step(alone);
-  EXPECT_EQ(pairs.pairs.size(), 20u);
+  EXPECT_EQ(pairs.pairs.size(), static_cast<size_t>(last_step()));
   EXPECT_LT(pairs.mean_density, 0.9);
-  for (const auto& [name, option] : {std::pair("device", "parallel.ring_lists=device"),
+  for (const auto& [name, option] : {std::pair<const char*, std::string>("device", "parallel.ring_lists=device"),
                                      {"host", "parallel.ring_lists=host"},
-                                     {"pieces", "balance.chunk=256"},
-                                     {"pieces, two stages", "balance.chunk=256"}}) {
+                                     {"pieces", in_pieces()},
+                                     {"pieces, two stages", in_pieces()}}) {
     SCOPED_TRACE(name);
     std::vector<std::string> more = {"parallel.cp=2", option};
     if (std::string(name).ends_with("stages")) more.emplace_back("parallel.pp=2");
@@ -295,7 +298,8 @@ TEST_F(CudaRuns, SharedSparseSequencesFollowOneRank) {
 }
 
 TEST_F(CudaRuns, SharedSequencesInFloat32FollowOneRank) {
-  const std::vector<std::string> options = {sequences(400, 700), "train.precision=float32"};
+  const std::vector<std::string> options = {sequences(longest_sequence() * 4 / 7, longest_sequence()),
+                                            "train.precision=float32"};
   const auto one = train(config_of(folder_.path("one"), options));
   std::vector<std::string> shared = options;
   shared.emplace_back("parallel.cp=2");
@@ -303,7 +307,8 @@ TEST_F(CudaRuns, SharedSequencesInFloat32FollowOneRank) {
 }
 
 TEST_F(CudaRuns, DeterministicSharedSequencesRepeatBitByBit) {
-  const std::vector<std::string> options = {sequences(400, 700), "parallel.cp=2", "train.deterministic=true"};
+  const std::vector<std::string> options = {sequences(longest_sequence() * 4 / 7, longest_sequence()), "parallel.cp=2",
+                                            "train.deterministic=true"};
   EXPECT_EQ(train(config_of(folder_.path("first"), options)), train(config_of(folder_.path("again"), options)));
 }
 
@@ -321,8 +326,8 @@ TEST_F(CudaRuns, RanksWithoutTokensFollowOneRank) {
 
 TEST_F(CudaRuns, GoOnWithOtherRanks) {
   const auto whole = train(config_of(folder_.path("whole"), {}));
-  train(config_of(folder_.path("parts"), {"parallel.dp=2", "train.max_steps=10"}));
-  train(config_of(folder_.path("parts"), {"train.max_steps=15", "parallel.tp=2"}));
+  train(config_of(folder_.path("parts"), {"parallel.dp=2", fmt::format("train.max_steps={}", run_steps().part)}));
+  train(config_of(folder_.path("parts"), {fmt::format("train.max_steps={}", 2 * run_steps().part), "parallel.tp=2"}));
   expect_close(train(config_of(folder_.path("parts"), {"parallel.pp=2"})), whole, 0.03);
 }
 

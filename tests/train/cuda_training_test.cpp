@@ -26,24 +26,26 @@ class CudaTraining : public testing::Test {
     if (!cuda::problem().empty()) GTEST_SKIP() << cuda::problem();
   }
   TemporaryFolder folder_;
+  const int64_t last_ = test::run_steps().all, part_ = test::run_steps().part;
+  const std::string first_part_ = fmt::format("train.max_steps={}", part_);
 };
 
 TEST_F(CudaTraining, FollowsTheCpuAndLearns) {
   const auto cpu = train(test::small_run(folder_.path("cpu"), {}));
   const auto got = train(test::small_run(folder_.path("cuda"), {"device=cuda"}));
-  ASSERT_EQ(got.size(), 30u);
+  ASSERT_EQ(got.size(), static_cast<size_t>(last_));
   ASSERT_EQ(cpu.size(), got.size());
-  EXPECT_LT(got.at(30), got.at(1));
+  EXPECT_LT(got.at(last_), got.at(1));
   for (const auto& [step, loss] : cpu) EXPECT_NEAR(got.at(step) / loss, 1, 0.03) << "step " << step;
 }
 
 TEST_F(CudaTraining, ResumesFromItsCheckpoint) {
   const auto whole = train(test::small_run(folder_.path("whole"), {"device=cuda"}));
-  train(test::small_run(folder_.path("parts"), {"device=cuda", "train.max_steps=10"}));
+  train(test::small_run(folder_.path("parts"), {"device=cuda", first_part_}));
   const auto parts = train(test::small_run(folder_.path("parts"), {"device=cuda"}));
   // Values and moments come back exactly; sums of concurrent blocks are rounded in another order.
-  EXPECT_NEAR(parts.at(11) / whole.at(11), 1, 1e-3);
-  EXPECT_NEAR(parts.at(30) / whole.at(30), 1, 2e-2);
+  EXPECT_NEAR(parts.at(part_ + 1) / whole.at(part_ + 1), 1, 1e-3);
+  EXPECT_NEAR(parts.at(last_) / whole.at(last_), 1, 2e-2);
 }
 
 TEST_F(CudaTraining, Fp8FollowsBfloat16AndResumesWithTheSameBits) {
@@ -57,7 +59,7 @@ TEST_F(CudaTraining, Fp8FollowsBfloat16AndResumesWithTheSameBits) {
   const auto whole = run("whole", {});
   for (const auto& [step, loss] : bf16) EXPECT_NEAR(whole.at(step) / loss, 1, 0.05) << "step " << step;
   EXPECT_NE(whole, bf16);
-  run("parts", {"train.max_steps=10"});
+  run("parts", {first_part_});
   EXPECT_EQ(run("parts", {}), whole);
   EXPECT_EQ(run("layer", {"train.recompute=layer"}), whole);
   EXPECT_EQ(run("skipped", {"train.fp8_skip=[first, last]"}), bf16);
@@ -65,9 +67,10 @@ TEST_F(CudaTraining, Fp8FollowsBfloat16AndResumesWithTheSameBits) {
 
 TEST_F(CudaTraining, TrainsWithSparseAttention) {
   const auto losses =
-      train(test::small_run(folder_.path("sparse"), {"device=cuda", "attention.pattern=topk", "attention.block=128",
-                                                     "attention.budget=384", "attention.dense_below=0"}));
-  EXPECT_LT(losses.at(30), losses.at(1));
+      train(test::small_run(folder_.path("sparse"),
+                            {"device=cuda", "attention.pattern=topk", "attention.block=128",
+                             test::sized("attention.budget=384", "attention.budget=256"), "attention.dense_below=0"}));
+  EXPECT_LT(losses.at(last_), losses.at(1));
 }
 
 TEST_F(CudaTraining, SequencesInPiecesTrainAsWholeOnes) {
@@ -81,12 +84,12 @@ TEST_F(CudaTraining, SequencesInPiecesTrainAsWholeOnes) {
       return test::small_run(folder_.path(pattern.front().substr(18) + name), more);
     };
     const auto whole = train(run("whole", {}));
-    const auto pieces = train(run("pieces", {"balance.chunk=256"}));
+    const auto pieces = train(run("pieces", {test::in_pieces()}));
     ASSERT_EQ(pieces.size(), whole.size());
-    EXPECT_LT(pieces.at(30), pieces.at(1));
+    EXPECT_LT(pieces.at(last_), pieces.at(1));
     for (const auto& [step, loss] : whole) EXPECT_NEAR(pieces.at(step) / loss, 1, 0.03) << "step " << step;
-    train(run("resumed", {"balance.chunk=256", "train.max_steps=10"}));
-    EXPECT_NEAR(train(run("resumed", {"balance.chunk=256"})).at(30) / pieces.at(30), 1, 2e-2);
+    train(run("resumed", {test::in_pieces(), first_part_}));
+    EXPECT_NEAR(train(run("resumed", {test::in_pieces()})).at(last_) / pieces.at(last_), 1, 2e-2);
   }
 }
 
@@ -96,14 +99,14 @@ TEST_F(CudaTraining, ValuesAndMomentsInHostMemoryTrainAlike) {
     SCOPED_TRACE(moments);
     const auto run = [&](const std::string& name, std::vector<std::string> more) {
       more.insert(more.end(),
-                  {"device=cuda", "train.deterministic=true", "balance.chunk=256", "optimizer.moments=" + moments});
+                  {"device=cuda", "train.deterministic=true", test::in_pieces(), "optimizer.moments=" + moments});
       return train(test::small_run(folder_.path(moments + name), more));
     };
     const auto device = run("device", {});
-    EXPECT_LT(device.at(30), device.at(1));
+    EXPECT_LT(device.at(last_), device.at(1));
     EXPECT_EQ(run("host", {"train.offload_optimizer=true"}), device);
-    run("resumed", {"train.offload_optimizer=true", "train.max_steps=10"});
-    EXPECT_EQ(run("resumed", {"train.offload_optimizer=true"}).at(30), device.at(30));
+    run("resumed", {"train.offload_optimizer=true", first_part_});
+    EXPECT_EQ(run("resumed", {"train.offload_optimizer=true"}).at(last_), device.at(last_));
     EXPECT_EQ(run("chunk", {"train.recompute=chunk"}), device);
   }
 }

@@ -24,13 +24,13 @@ ModelConfig wide_model() {
   return model;
 }
 
-struct Outcome {
+struct Fp8Outcome {
   std::vector<double> losses, evaluated;        // of every step, and before and after each
   std::map<int, std::vector<float>> gradients;  // of every rank in the last step
-  bool operator==(const Outcome&) const = default;
+  bool operator==(const Fp8Outcome&) const = default;
 };
 
-struct Case {
+struct Fp8Case {
   GridShape grid;
   Arrangement arrangement;
   Recompute recompute = Recompute::attention;
@@ -38,7 +38,7 @@ struct Case {
 };
 
 // `kept_codes`: of every stage.
-Outcome train(const Case& c, const std::vector<int>& kept_codes) {
+Fp8Outcome train(const Fp8Case& c, const std::vector<int>& kept_codes) {
   const auto sequences = random_sequences({70, 9, 150, 17}, wide_model().vocab_size, 11);
   RankModelOptions options;
   options.model = wide_model();
@@ -51,7 +51,7 @@ Outcome train(const Case& c, const std::vector<int>& kept_codes) {
   options.fp8 = true;
   options.fp8_skip = {2};
   options.kept_codes = kept_codes;
-  Outcome outcome;
+  Fp8Outcome outcome;
   std::mutex mutex;
   run_thread_ranks(c.grid.ranks(), [&](Communicator& world) {
     DenseAttention attention;
@@ -86,15 +86,15 @@ Outcome train(const Case& c, const std::vector<int>& kept_codes) {
 
 TEST(Fp8Ranks, KeptCodesFollowEveryUpdate) {
   const Arrangement one = {{{0, 1}, {2}, {3}}}, two = {{{0}, {1, 3}}, {{2}}};
-  const std::vector<Case> cases = {{{1, 1}, one},
-                                   {{1, 1}, one, Recompute::chunk, 64},
-                                   {{2, 1}, two, Recompute::layer},
-                                   {{1, 2}, one, Recompute::layer, 64},
-                                   {{2, 2}, two, Recompute::none}};
-  for (const Case& c : cases) {
+  const std::vector<Fp8Case> cases = {{{1, 1}, one},
+                                      {{1, 1}, one, Recompute::chunk, 64},
+                                      {{2, 1}, two, Recompute::layer},
+                                      {{1, 2}, one, Recompute::layer, 64},
+                                      {{2, 2}, two, Recompute::none}};
+  for (const Fp8Case& c : cases) {
     SCOPED_TRACE(fmt::format("dp {}, pp {}, chunk {}", c.grid.dp, c.grid.pp, c.chunk));
     const auto stages = static_cast<size_t>(c.grid.pp);
-    const Outcome made = train(c, std::vector<int>(stages, 0));
+    const Fp8Outcome made = train(c, std::vector<int>(stages, 0));
     ASSERT_EQ(made.losses.size(), size_t{kSteps});
     EXPECT_LT(made.losses.back(), made.losses.front());
     for (const std::vector<int>& kept : {std::vector<int>(), std::vector<int>(stages, 1)})

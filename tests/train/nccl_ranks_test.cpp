@@ -1,11 +1,12 @@
-// NCCL itself between two ranks on one GPU: processes, each on a machine of its own by NCCL_HOSTID, so that NCCL lets
-// them share the GPU and takes the data through sockets. Starts itself: `nccl_ranks_test --as-rank RANK SOCKET WHAT
-// FILE`.
+// NCCL itself between two ranks. On one GPU: processes, each on a machine of its own by NCCL_HOSTID, so that NCCL lets
+// them share the GPU and takes the data through sockets; the test starts itself: `nccl_ranks_test --as-rank RANK SOCKET
+// WHAT FILE`. Where each has a GPU they are threads.
 #include <fcntl.h>
 #include <gtest/gtest.h>
 #include <sys/wait.h>
 
 #include <array>
+#include <atomic>
 #include <chrono>
 #include <csignal>
 #include <fstream>
@@ -35,30 +36,46 @@ void train_on(const RunConfig& config, Communicator& world) {
   std::fclose(out);
 }
 
-int run_as_rank(int rank, int socket, const std::string& what, const std::string& file) {
-  const auto world = make_message_communicator([&] { return std::make_unique<SocketTransport>(socket, rank); },
-                                               std::chrono::seconds(120));
+// Exit code.
+int do_as_rank(Communicator& world, const std::string& what, const std::string& file) {
   if (what == "train") {
     std::ifstream in(file);
-    train_on(parse_run_config({std::istreambuf_iterator<char>(in), {}}, file, {}), *world);
+    train_on(parse_run_config({std::istreambuf_iterator<char>(in), {}}, file, {}), world);
     return 0;
   }
   const std::shared_ptr<void> stream = cuda::make_stream();
-  Twins twins(make_nccl_communicator(*world, {DeviceKind::cuda, stream.get()}), stream.get());
+  Twins twins(make_nccl_communicator(world, {DeviceKind::cuda, stream.get()}), stream.get());
   for (const CommCase& test : comm_cases()) {
     const auto begun = std::chrono::steady_clock::now();
     test.body(twins);
-    world->barrier();
-    if (rank == 0)
+    world.barrier();
+    if (world.rank() == 0)
       std::cout << test.name << " " << std::chrono::duration<double>(std::chrono::steady_clock::now() - begun).count()
                 << " s" << std::endl;
   }
   const int failed = testing::UnitTest::GetInstance()->Failed() ? 1 : 0;
-  return world->all_reduce(failed, ReduceOp::max);
+  return world.all_reduce(failed, ReduceOp::max);
+}
+
+int run_as_rank(int rank, int socket, const std::string& what, const std::string& file) {
+  const auto world = make_message_communicator([&] { return std::make_unique<SocketTransport>(socket, rank); },
+                                               std::chrono::seconds(120));
+  return do_as_rank(*world, what, file);
+}
+
+// A GPU each.
+testing::AssertionResult run_threads(const std::string& what, const std::string& file) {
+  std::atomic<int> code = 0;
+  run_thread_ranks(kRanks, [&](Communicator& world) {
+    cuda::use_device(world.rank());
+    code |= do_as_rank(world, what, file);
+  });
+  return code == 0 ? testing::AssertionSuccess() : testing::AssertionFailure();
 }
 
 // Exit code 0 of both ranks, in time; what they said otherwise.
 testing::AssertionResult run_ranks(const std::string& what, const std::string& file, const std::string& log) {
+  if (cuda::device_count() >= kRanks) return run_threads(what, file);
   int ends[kRanks];
   SB_CHECK(socketpair(AF_UNIX, SOCK_STREAM, 0, ends) == 0, "socketpair: {}", std::strerror(errno));
   std::array<pid_t, kRanks> processes;
@@ -105,13 +122,15 @@ class NcclRanks : public testing::Test {
   }
   // Bit by bit the same with the same batches: the sums of two numbers have one order.
   RunConfig config_of(const std::string& name, std::vector<std::string> more) const {
-    for (const char* option :
-         {"device=cuda", "train.max_steps=6", "train.save_steps=0", "train.threads=1", "train.deterministic=true",
-          "data={synthetic: {task: chunk_recall, vocab_size: 64, length: 700, min_length: 400, chunk: 4}}"})
+    more.push_back(fmt::format("train.max_steps={}", last_));
+    for (const char* option : {"device=cuda", "train.save_steps=0", "train.threads=1", "train.deterministic=true",
+                               sized("data.synthetic.length=700", "data.synthetic.length=270"),
+                               sized("data.synthetic.min_length=400", "data.synthetic.min_length=150")})
       more.emplace_back(option);
     return small_run(folder_.path(name), more);
   }
   TemporaryFolder folder_;
+  const int64_t last_ = sized(6, 2);
 };
 
 // Collectives of every type, messages, groups: what the other communicators do.
@@ -131,7 +150,7 @@ TEST_F(NcclRanks, TrainAsOverHostMemory) {
       const RunConfig staged = config_of("staged-" + name, {type, layout});
       run_thread_ranks(kRanks, [&](Communicator& world) { train_on(staged, world); });
       const auto expected = losses_by_step(staged);
-      ASSERT_EQ(expected.size(), 6u);
+      ASSERT_EQ(expected.size(), static_cast<size_t>(last_));
 
       const RunConfig nccl = config_of("nccl-" + name, {type, layout, "parallel.backend=nccl"});
       const std::string file = folder_.path("run-" + name + ".yaml");
@@ -139,8 +158,8 @@ TEST_F(NcclRanks, TrainAsOverHostMemory) {
       const testing::AssertionResult result = run_ranks("train", file, folder_.path("log-" + name));
       ASSERT_TRUE(result) << result.message();
       EXPECT_EQ(losses_by_step(nccl), expected);
-      std::printf("%s: loss %.6f over NCCL, %.6f through host memory\n", name.c_str(), losses_by_step(nccl).at(6),
-                  expected.at(6));
+      std::printf("%s: loss %.6f over NCCL, %.6f through host memory\n", name.c_str(), losses_by_step(nccl).at(last_),
+                  expected.at(last_));
     }
 }
 

@@ -74,7 +74,7 @@ struct Trained {
   StepMeasurement measured;
 };
 
-Trained train(const RunConfig& config, int ahead = 1) {
+Trained train_pieces(const RunConfig& config, int ahead = 1) {
   const int64_t chunk = config.balance.chunk;
   SparseAttention attention(attention_of(config));
   CuttingPlanner planner(2, chunk, ahead);
@@ -103,8 +103,8 @@ TEST(PieceTraining, TheRecordIsThatOfWholeSequences) {
     SCOPED_TRACE(pattern);
     const std::string override = std::string("attention.pattern=") + pattern;
     const fs::path whole = scratch / (std::string(pattern) + "-whole"), cut = scratch / (std::string(pattern) + "-cut");
-    train(long_run(whole, 0, {override}));
-    const Trained run = train(long_run(cut, kChunk, {override}), 5);
+    train_pieces(long_run(whole, 0, {override}));
+    const Trained run = train_pieces(long_run(cut, kChunk, {override}), 5);
     const auto a = lines_of(cut), b = lines_of(whole);
     ASSERT_EQ(a.size(), b.size());
     for (size_t i = 0; i < a.size(); ++i) {
@@ -134,7 +134,7 @@ TEST(PieceTraining, RecomputeByChunkHasTheBitsOfTheOthers) {
   for (const char* pattern : {"topk", "mass"}) {
     const std::string override = std::string("attention.pattern=") + pattern;
     const auto run = [&](const std::string& level) {
-      return train(long_run(scratch / (pattern + level), kChunk, {override, "train.recompute=" + level}));
+      return train_pieces(long_run(scratch / (pattern + level), kChunk, {override, "train.recompute=" + level}));
     };
     EXPECT_EQ(run("chunk").weights, run("attention").weights) << pattern;
     EXPECT_EQ(lines_of(scratch / (std::string(pattern) + "chunk")).back()["validation_loss"],
@@ -144,9 +144,9 @@ TEST(PieceTraining, RecomputeByChunkHasTheBitsOfTheOthers) {
 
 TEST(PieceTraining, AResumedRunHasTheBitsOfAnUndisturbedOne) {
   ScratchDirectory scratch;
-  const Trained undisturbed = train(long_run(scratch / "undisturbed", kChunk), 5);
-  train(long_run(scratch / "run", kChunk, {"train.max_steps=2"}), 5);
-  EXPECT_EQ(train(long_run(scratch / "run", kChunk), 5).weights, undisturbed.weights);
+  const Trained undisturbed = train_pieces(long_run(scratch / "undisturbed", kChunk), 5);
+  train_pieces(long_run(scratch / "run", kChunk, {"train.max_steps=2"}), 5);
+  EXPECT_EQ(train_pieces(long_run(scratch / "run", kChunk), 5).weights, undisturbed.weights);
 }
 
 TEST(PieceTraining, WhatCannotRunInPiecesIsRefusedBeforeAnythingRuns) {

@@ -46,7 +46,8 @@ struct Outcome {
   double density = 1;
   Tensors gradients;                       // of the whole model, by Hugging Face's names
   std::vector<std::vector<float>> values;  // of every rank, after one update
-  std::vector<Tensors> moments;            // first moments that came to rank 0
+  Tensors weights, moments;                // what a checkpoint would hold, from all ranks
+  Tensors exported;                        // the final model, on rank 0
 };
 
 RankModelOptions options_of(const Case& c, const GridShape& grid, Recompute recompute) {
@@ -142,22 +143,21 @@ Outcome run(const Case& c, const GridShape& grid, const Arrangement& arrangement
     const TensorView values = model.stage().parameters().values();
     outcome.values[static_cast<size_t>(world.rank())].assign(values.f32(), values.f32() + values.elements());
 
-    // What a checkpoint would hold.
-    const std::vector<SafetensorsTensor> weights = model.weights();
-    Tensors collected;
-    for (const SafetensorsTensor& tensor : weights) {
+    // What a checkpoint would hold, and the final model.
+    Tensors weights, moments, exported;
+    add_own_tensors(model, weights, moments);
+    for (const SafetensorsTensor& tensor : model.weights()) {
       const float* data = tensor.fetch();
       EXPECT_EQ(data != nullptr, world.rank() == 0);
-      if (data != nullptr) collected[tensor.name].assign(data, data + tensor.elements());
+      if (data != nullptr) exported[tensor.name].assign(data, data + tensor.elements());
     }
-    const std::vector<SafetensorsTensor> moments = model.moments();
-    Tensors collected_moments;
-    for (const SafetensorsTensor& tensor : moments) {
-      const float* data = tensor.fetch();
-      if (data != nullptr) collected_moments[tensor.name].assign(data, data + tensor.elements());
-    }
-    if (world.rank() == 0) outcome.moments = {collected, collected_moments};
+    std::lock_guard lock(mutex);
+    outcome.weights.merge(weights);
+    outcome.moments.merge(moments);
+    EXPECT_TRUE(weights.empty() && moments.empty()) << "two ranks have the same tensor";
+    if (world.rank() == 0) outcome.exported = std::move(exported);
   });
+  EXPECT_TRUE(outcome.exported == outcome.weights);
   return outcome;
 }
 
@@ -452,9 +452,9 @@ TEST(TensorRanks, GiveTheSameLossAndGradients) {
       const Outcome got = run(c, grid, arrangement, recompute);
       expect_same(got, reference);
       // What a checkpoint would hold.
-      EXPECT_LT(largest_relative_difference(got.moments[1], reference.moments[1]), 2e-5);
-      ASSERT_EQ(got.moments[0].size(), reference.moments[0].size());
-      for (const auto& [name, values] : reference.moments[0]) EXPECT_EQ(got.moments[0].at(name).size(), values.size());
+      EXPECT_LT(largest_relative_difference(got.moments, reference.moments), 2e-5);
+      ASSERT_EQ(got.weights.size(), reference.weights.size());
+      for (const auto& [name, values] : reference.weights) EXPECT_EQ(got.weights.at(name).size(), values.size());
     }
   }
 }
@@ -525,11 +525,11 @@ TEST(Ranks, CopiesAreBitEqualAfterAnUpdateAndCollectedOnce) {
       for (int stage = 0; stage < grid.pp; ++stage)
         EXPECT_EQ(outcome.values[static_cast<size_t>(dp * grid.pp + stage)],
                   outcome.values[static_cast<size_t>(stage)]);
-    const Tensors& weights = outcome.moments[0];
+    const Tensors& weights = outcome.weights;
     const Outcome alone = run(c, {1, 1}, {{{0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10}}});
-    ASSERT_EQ(weights.size(), alone.moments[0].size());
-    for (const auto& [name, values] : alone.moments[0]) EXPECT_EQ(weights.at(name).size(), values.size()) << name;
-    EXPECT_LT(largest_relative_difference(outcome.moments[1], alone.moments[1]), 2e-5);
+    ASSERT_EQ(weights.size(), alone.weights.size());
+    for (const auto& [name, values] : alone.weights) EXPECT_EQ(weights.at(name).size(), values.size()) << name;
+    EXPECT_LT(largest_relative_difference(outcome.moments, alone.moments), 2e-5);
     if (!tied) continue;
     const std::vector<float>& embedding = weights.at("model.embed_tokens.weight");
     const std::vector<float>& first = outcome.values[0];

@@ -108,6 +108,23 @@ TEST(RanksProcess, TrainAsOneProcessDoes) {
   EXPECT_EQ(out.find("step 7/20"), out.rfind("step 7/20")) << out;
 }
 
+// mpirun gives its ranks terminals of its own: what counts is where the output goes in the end.
+TEST(RanksProcess, DrawABarWhereTheirOutputGoesToATerminal) {
+  for (const bool terminal : {true, false}) {
+    ScratchDirectory scratch;
+    write_bytes(scratch / "run.yaml", kRun);
+    const std::string train =
+        std::string(SB_PROGRAM) + " train " + (scratch / "run.yaml").string() +
+        " --ranks 2 --set parallel.dp=2 --set train.max_steps=3 --set train.output_dir=" + (scratch / "run").string();
+    const std::string out = (scratch / "output.txt").string();
+    const std::string command =
+        terminal ? "script -qec '" + train + "' " + out + " </dev/null >/dev/null" : train + " >" + out;
+    ASSERT_EQ(std::system(command.c_str()), 0) << read_bytes(out);
+    EXPECT_EQ(contains(read_bytes(out), "\r[####        ] step 1/3"), terminal) << read_bytes(out);
+    EXPECT_TRUE(contains(read_bytes(out), "step 3/3")) << read_bytes(out);
+  }
+}
+
 // Sequences that two and four processes share, dense and sparse; two of them in pieces.
 TEST(RanksProcess, ShareSequencesAndLearnWhatOneProcessLearns) {
   for (const char* attention :

@@ -31,10 +31,10 @@ TrainSummary train(
 }
 
 // Every number of the record that does not depend on the clock or on the layout.
-void expect_same_record(const fs::path& got, const fs::path& expected) {
-  sb::expect_same_record(got, expected,
-                         {{"step", "tokens", "total_tokens", "targets", "longest_sequence", "skipped_steps"},
-                          {"loss", "grad_norm", "validation_loss", "validation_recall", "coverage", "density"}});
+void expect_same_run(const fs::path& got, const fs::path& expected) {
+  expect_same_record(got, expected,
+                     {{"step", "tokens", "total_tokens", "targets", "longest_sequence", "skipped_steps"},
+                      {"loss", "grad_norm", "validation_loss", "validation_recall", "coverage", "density"}});
 }
 
 const std::vector<RankGrid> kLayouts = {{2, 1}, {3, 1},    {1, 2},          {1, 3},
@@ -53,7 +53,7 @@ TEST(RanksRun, EveryLayoutLearnsTheSame) {
       const TrainSummary summary = train(run, layout, overrides);
       EXPECT_EQ(summary.steps, 8);
       EXPECT_EQ(summary.tokens, expected.tokens);
-      expect_same_record(run, alone);
+      expect_same_run(run, alone);
       EXPECT_TRUE(fs::exists(run / "final" / "model.safetensors"));
     }
   }
@@ -122,9 +122,9 @@ TEST(RanksRun, TwiceTheSameLayoutGivesTheSameBits) {
       // Stopped and resumed besides.
       train(b, layout, {type, "train.max_steps=4"});
       train(b, layout, {type});
-      for (const char* file :
-           {"final/model.safetensors", "checkpoint-8/optimizer.safetensors", "checkpoint-8/state.json"})
+      for (const char* file : {"final/model.safetensors", "checkpoint-8/state.json"})
         EXPECT_EQ(read_bytes(a / file), read_bytes(b / file)) << name << file;
+      EXPECT_TRUE(checkpoint_tensors(a / "checkpoint-8") == checkpoint_tensors(b / "checkpoint-8")) << name;
     }
   }
 }
@@ -152,15 +152,15 @@ TEST(RanksRun, MomentsInBf16AreRoundedAlikeOnEveryLayout) {
 // Saved by one layout, loaded by another and saved again: the same bytes.
 void expect_the_same_checkpoint_on_every_layout(const std::string& option) {
   ScratchDirectory scratch;
-  train(scratch / "saved", {2, 1, 1, 0, 2}, {option});
+  train(scratch / "saved", {2, 2, 1, 0, 2}, {option});
   const fs::path checkpoint = scratch / "saved" / "checkpoint-8";
   for (const RankGrid& layout :
        std::vector<RankGrid>{{1, 1}, {3, 1}, {1, 3}, {2, 2}, {2, 3}, {.tp = 2}, {3, 2, 1, 0, 2}}) {
     SCOPED_TRACE(layout.name());
     const fs::path run = scratch / layout.name();
     train(run, layout, {option, "train.resume=" + checkpoint.string()});
-    for (const char* file : {"model.safetensors", "optimizer.safetensors", "state.json"})
-      EXPECT_EQ(read_bytes(run / "checkpoint-8" / file), read_bytes(checkpoint / file)) << file;
+    EXPECT_TRUE(checkpoint_tensors(run / "checkpoint-8") == checkpoint_tensors(checkpoint));
+    EXPECT_EQ(read_bytes(run / "checkpoint-8/state.json"), read_bytes(checkpoint / "state.json"));
     EXPECT_EQ(read_bytes(run / "final" / "model.safetensors"), read_bytes(scratch / "saved/final/model.safetensors"));
   }
 }
@@ -265,9 +265,9 @@ TEST(RanksRun, SparseAttentionIsReportedForTheWholeModel) {
       "data.synthetic={task: chunk_recall, vocab_size: 16, length: 600, min_length: 300, chunk: 4}"};
   train(scratch / "alone", {1, 1}, overrides);
   train(scratch / "ranks", {2, 2}, overrides);
-  expect_same_record(scratch / "ranks", scratch / "alone");
+  expect_same_run(scratch / "ranks", scratch / "alone");
   train(scratch / "heads", {1, 2, 1, 0, 2}, overrides);
-  expect_same_record(scratch / "heads", scratch / "alone");
+  expect_same_run(scratch / "heads", scratch / "alone");
   const auto line = metrics_of(scratch / "ranks")[1];
   EXPECT_LT(line["density"].get<double>(), 0.95);
   for (const char* key : {"density_layer_0", "coverage_layer_2"}) EXPECT_TRUE(line.contains(key)) << line;
@@ -305,7 +305,7 @@ TEST(RanksRun, SequencesInPiecesLearnTheSame) {
       std::vector<std::string> overrides = data;
       overrides.insert(overrides.end(), ways[way].begin(), ways[way].end());
       train(run, layout, overrides);
-      expect_same_record(run, scratch / "alone");
+      expect_same_run(run, scratch / "alone");
       if (way < 2) {
         EXPECT_GT(metrics_of(run)[1]["micro_batches"].get<int>(), 6);
       }
@@ -325,7 +325,7 @@ TEST(RanksRun, WideLayersInPiecesLearnTheSame) {
     std::vector<std::string> overrides = wide;
     overrides.push_back("balance={batching: sab, ordering: auto, profile: h200-analytic, chunk: " + chunk + "}");
     train(scratch / chunk, {1, 2}, overrides);
-    expect_same_record(scratch / chunk, scratch / "alone");
+    expect_same_run(scratch / chunk, scratch / "alone");
     std::map<std::string, int> operations;
     for (const auto& event : nlohmann::json::parse(read_bytes(scratch / chunk / "trace.json")))
       ++operations[event.value("name", "")];
@@ -349,7 +349,7 @@ TEST(RanksRun, BalancedStepsLearnTheSame) {
     SCOPED_TRACE(fmt::format("dp {} pp {}", layout.dp, layout.pp));
     const fs::path run = scratch / fmt::format("{}-{}", layout.dp, layout.pp);
     train(run, layout, kBalanced);
-    expect_same_record(run, scratch / "alone");
+    expect_same_run(run, scratch / "alone");
 
     // It has heard how long every micro-batch took on every stage.
     std::istringstream in(read_bytes(run / "plan.jsonl"));
@@ -423,7 +423,7 @@ TEST(RanksRun, MassSelectsTheSameOnEveryLayout) {
   EXPECT_EQ(layers, (std::set<int>{0, 1, 2}));
   const auto compare = [&](const fs::path& run) {
     EXPECT_EQ(learned_by(run, 4).thresholds, expected.thresholds);
-    sb::expect_same_record(run, scratch / "alone", {{"attention_pairs", "density"}, {"loss"}});
+    expect_same_record(run, scratch / "alone", {{"attention_pairs", "density"}, {"loss"}});
   };
   for (const RankGrid& layout : std::vector<RankGrid>{{2, 1}, {1, 2}, {1, 3}, {2, 2}}) {
     SCOPED_TRACE(layout.name());
@@ -469,7 +469,7 @@ TEST(RanksRun, PlanesAreLearnedAlikeOnEveryLayout) {
                 select_planes(shape, expected.planes[layer], 8).channel);
     }
     EXPECT_TRUE(layout.cp * layout.tp > 1 || learned.thresholds == expected.thresholds);
-    sb::expect_same_record(scratch / layout.name(), scratch / "alone", {{}, {"loss", "density"}, 1e-4});
+    expect_same_record(scratch / layout.name(), scratch / "alone", {{}, {"loss", "density"}, 1e-4});
   }
 }
 
@@ -504,7 +504,7 @@ TEST(RanksRun, WhatSelectionLearnedServesAnyLayout) {
     SCOPED_TRACE(layout.name());
     fs::copy(scratch / "start", scratch / layout.name(), fs::copy_options::recursive);
     train(scratch / layout.name(), layout, overrides);
-    sb::expect_same_record(scratch / layout.name(), scratch / "alone", {{}, {"loss", "grad_norm", "density"}, 1e-5});
+    expect_same_record(scratch / layout.name(), scratch / "alone", {{}, {"loss", "grad_norm", "density"}, 1e-5});
   }
 }
 

@@ -202,9 +202,10 @@ TEST(Sources, OtherDocumentsUnderTheSameNameAreNoticedOnResume) {
   ScratchDirectory scratch;
   write_documents(scratch / "a", {10, 10}, 3);
   const std::string data = "{train: [" + (scratch / "a").string() + "], max_sequence_length: 12}";
-  EXPECT_EQ(train(token_run(scratch.path(), data, {"train.max_steps=2"})).second.find("warning"), std::string::npos);
+  EXPECT_EQ(train(token_run(scratch.path(), data, {"train.max_steps=2"})).second.find("training data changed"),
+            std::string::npos);
   const std::string same = train(token_run(scratch.path(), data, {"train.max_steps=3"})).second;
-  EXPECT_EQ(same.find("warning"), std::string::npos) << same;
+  EXPECT_EQ(same.find("training data changed"), std::string::npos) << same;
   for (const char* end : {".bin", ".idx"}) fs::remove(scratch.path() / (std::string("a") + end));
   write_documents(scratch / "a", {10, 10, 7}, 3);
   const std::string log = train(token_run(scratch.path(), data, {"train.max_steps=4"})).second;

@@ -3,7 +3,7 @@
 #include <algorithm>
 
 #include "data/synthetic/synthetic.h"
-#include "model/tensors/safetensors.h"
+#include "model/tensors/tensor_files.h"
 #include "train/training_run.h"
 
 namespace sb {
@@ -77,12 +77,26 @@ std::vector<float> weights_of(Trainer& trainer) {
   return {values.f32(), values.f32() + values.elements()};
 }
 
+std::map<std::string, std::string> checkpoint_tensors(const std::filesystem::path& checkpoint) {
+  std::map<std::string, std::string> tensors;
+  const bool adapters = std::filesystem::exists(checkpoint / "adapter_model.safetensors");
+  for (const char* stem : {adapters ? "adapter_model" : "model", "optimizer"}) {
+    TensorFiles files(checkpoint, stem);
+    for (const auto& [name, file] : files.places()) {
+      const std::span<const std::byte> data = files.file_of(name).data(files.entry(name));
+      tensors[name].assign(reinterpret_cast<const char*>(data.data()), data.size());
+    }
+  }
+  return tensors;
+}
+
 std::vector<float> moments_of(const std::filesystem::path& checkpoint) {
-  const SafetensorsFile file(checkpoint / "optimizer.safetensors");
+  TensorFiles files(checkpoint, "optimizer");
   std::vector<float> all;
-  for (const SafetensorsEntry& entry : file.header().entries) {
+  for (const auto& [name, file] : files.places()) {
+    const SafetensorsEntry& entry = files.entry(name);
     std::vector<float> values(static_cast<size_t>(entry.elements()));
-    file.read_f32(entry, values);
+    files.file_of(name).read_f32(entry, values);
     all.insert(all.end(), values.begin(), values.end());
   }
   return all;

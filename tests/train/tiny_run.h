@@ -2,6 +2,7 @@
 
 #include <cstdio>
 #include <functional>
+#include <map>
 #include <string>
 
 #include "attention/cpu/dense_attention.h"
@@ -54,7 +55,9 @@ class ListSource final : public SequenceSource {
 // All parameters of a trainer, bit by bit.
 std::vector<float> weights_of(Trainer& trainer);
 std::vector<float> gradients_of(Trainer& trainer);
-// AdamW's moments in a checkpoint.
+// The bytes of every tensor of a checkpoint (weights or adapters, and moments), whichever file it is in.
+std::map<std::string, std::string> checkpoint_tensors(const std::filesystem::path& checkpoint);
+// AdamW's moments in a checkpoint, by name.
 std::vector<float> moments_of(const std::filesystem::path& checkpoint);
 
 // What the UserError thrown by `action` says; "" when none is thrown.

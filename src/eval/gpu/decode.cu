@@ -1,4 +1,5 @@
 #include "device/cuda.h"
+#include "device/kernel.cuh"
 #include "eval/gpu/decode.h"
 #include "ops/cuda/vector.cuh"
 
@@ -74,7 +75,7 @@ __device__ void score_keys(const Token<T>& token, const T* k, int keys, const fl
 
 template <typename T, int kPairs>
 __global__ void __launch_bounds__(kWarps * 32) decode_kernel(Token<T> token) {
-  extern __shared__ float shared[];
+  SB_DYNAMIC_SHARED(float, shared);
   const int d = token.d, block = token.block, warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   float* q = shared;                      // [kHeads, d]
   float* scores = q + kHeads * d;         // [kHeads, block]
@@ -143,8 +144,9 @@ __global__ void __launch_bounds__(kWarps * 32) decode_kernel(Token<T> token) {
 // One thread block a query head.
 template <typename T, int kPairs>
 __global__ void __launch_bounds__(kJoinWarps * 32) join_kernel(Token<T> token) {
-  extern __shared__ float sums[];  // [kJoinWarps, d]
-  __shared__ float tops[kJoinWarps], totals[kJoinWarps];
+  SB_DYNAMIC_SHARED(float, sums);  // [kJoinWarps, d]
+  SB_SHARED(float, tops, [kJoinWarps]);
+  SB_SHARED(float, totals, [kJoinWarps]);
   const int d = token.d, warp = threadIdx.x / 32, lane = threadIdx.x % 32, head = blockIdx.x;
   const int64_t blocks = token.blocks(head / (token.heads / token.kv_heads));
   float top = -INFINITY;
@@ -190,11 +192,12 @@ void launch(const Exec& exec, const Token<T>& token) {
   SB_CHECK(bytes <= kSharedBytes, "decoding of heads of {} channels with key blocks of {}", token.d, token.block);
   const dim3 grid(static_cast<unsigned>(ceil_div(token.tokens, token.block)), static_cast<unsigned>(token.kv_heads),
                   static_cast<unsigned>(ceil_div(group, kHeads)));
-  decode_kernel<T, kPairs><<<grid, kWarps * 32, bytes, stream_of(exec)>>>(token);
+  launch_kernel(decode_kernel<T, kPairs>, {grid, kWarps * 32, bytes, stream_of(exec)}, token);
   SB_CUDA_LAUNCHED();
-  join_kernel<T, kPairs>
-      <<<static_cast<unsigned>(token.heads), kJoinWarps * 32, sizeof(float) * kJoinWarps * token.d, stream_of(exec)>>>(
-          token);
+  launch_kernel(
+      join_kernel<T, kPairs>,
+      {static_cast<unsigned>(token.heads), kJoinWarps * 32, sizeof(float) * kJoinWarps * token.d, stream_of(exec)},
+      token);
   SB_CUDA_LAUNCHED();
 }
 
@@ -249,8 +252,8 @@ std::vector<float> plane_statistics(const Exec& exec, const AttentionShape& shap
   copy_and_wait(planes.channel.data(), channels, std::ssize(planes.channel) * static_cast<int64_t>(sizeof(int32_t)));
   with_type(keys.dtype(), "block statistics", [&](auto element) {
     using T = decltype(element);
-    gather_kernel<<<grid_for(ceil_div(items, 256)), 256, 0, stream_of(exec)>>>(
-        data<T>(keys), tokens, shape.kv_heads, shape.head_dim, channels, planes.channels, gathered);
+    launch_kernel(gather_kernel<T>, {grid_for(ceil_div(items, 256)), 256, 0, stream_of(exec)}, data<T>(keys), tokens,
+                  shape.kv_heads, shape.head_dim, channels, planes.channels, gathered);
     SB_CUDA_LAUNCHED();
   });
   const std::vector<float> selected = to_host(gathered, items);
@@ -308,8 +311,8 @@ std::vector<float> block_statistics(const Exec& exec, const AttentionShape& shap
   with_type(keys.dtype(), "block statistics", [&](auto element) {
     using T = decltype(element);
     const dim3 grid(static_cast<unsigned>(blocks), static_cast<unsigned>(shape.kv_heads));
-    part_statistics_kernel<<<grid, 256, 0, stream_of(exec)>>>(data<T>(keys), shape.kv_heads, shape.head_dim,
-                                                              scoring.block, scoring.part, scoring.moments(), rows);
+    launch_kernel(part_statistics_kernel<T>, {grid, 256, 0, stream_of(exec)}, data<T>(keys), shape.kv_heads,
+                  shape.head_dim, scoring.block, scoring.part, scoring.moments(), rows);
     SB_CUDA_LAUNCHED();
   });
   return to_host(rows, floats);

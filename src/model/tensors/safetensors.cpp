@@ -207,7 +207,13 @@ bool is_finite(float value) {
 void SafetensorsFile::read_f32(const SafetensorsEntry& entry, std::span<float> to) const {
   SB_CHECK(std::ssize(to) == entry.elements(), "{} elements for {} of shape {}", to.size(), entry.name,
            entry.shape_text());
-  const std::byte* from = data(entry).data();
+  read_f32_from(entry, 0, to);
+}
+
+void SafetensorsFile::read_f32_from(const SafetensorsEntry& entry, int64_t begin, std::span<float> to) const {
+  SB_CHECK(begin >= 0 && begin + std::ssize(to) <= entry.elements(), "{} elements from {} on of {} of shape {}",
+           to.size(), begin, entry.name, entry.shape_text());
+  const std::byte* from = data(entry).data() + begin * dtype_size(entry.dtype);
   // The data need not be aligned: every element goes through memcpy.
   const auto convert = [&](auto from_bits) {
     for (size_t i = 0; i < to.size(); ++i) {
@@ -231,7 +237,7 @@ void SafetensorsFile::read_f32(const SafetensorsEntry& entry, std::span<float> t
   if (finite) return;
   const auto first = std::ranges::find_if_not(to, is_finite);
   throw UserError("{}: tensor {} holds {} at element {}: the file is damaged, or of a training that diverged",
-                  file_.path(), shown_name(entry.name), *first, first - to.begin());
+                  file_.path(), shown_name(entry.name), *first, begin + (first - to.begin()));
 }
 
 uint32_t write_safetensors(const std::filesystem::path& path, std::span<const SafetensorsTensor> tensors, DType dtype) {

@@ -49,6 +49,8 @@ class SafetensorsFile {
   // The tensor as fp32, from F32, BF16 or F16; `to` has its number of elements. NaN and infinity are refused: a model
   // with such a weight gives no loss that is a number, and learns nothing.
   void read_f32(const SafetensorsEntry& entry, std::span<float> to) const;
+  // The same of its elements from `first` on, as many as `to` has.
+  void read_f32_from(const SafetensorsEntry& entry, int64_t first, std::span<float> to) const;
 
  private:
   std::span<const std::byte> bytes() const {

@@ -1,5 +1,6 @@
 #include <cmath>
 
+#include "device/kernel.cuh"
 #include "device/memory.h"
 #include "ops/adamw_scalars.h"
 #include "ops/backends.h"
@@ -103,7 +104,7 @@ __global__ void __launch_bounds__(kThreads)
 }
 
 __device__ double block_sum(double sum) {
-  __shared__ double warps[kThreads / 32];
+  SB_SHARED(double, warps, [kThreads / 32]);
 #pragma unroll
   for (int offset = 16; offset > 0; offset /= 2) sum += __shfl_xor_sync(0xffffffffu, sum, offset);
   if (threadIdx.x % 32 == 0) warps[threadIdx.x / 32] = sum;
@@ -160,9 +161,9 @@ double* queue_squared_norm(const Exec& exec, std::span<const TensorView> pieces)
   SB_CUDA_CHECK(cudaMemsetAsync(total, 0, sizeof(double), stream_of(exec)));
   for (const TensorView& x : pieces) {
     const bool vectors = reinterpret_cast<uintptr_t>(x.raw()) % 16 == 0;
-    squares_kernel<<<kNormBlocks, kThreads, 0, stream_of(exec)>>>(x.f32(), x.elements(), vectors, sums);
+    launch_kernel(squares_kernel, {kNormBlocks, kThreads, 0, stream_of(exec)}, x.f32(), x.elements(), vectors, sums);
     SB_CUDA_LAUNCHED();
-    total_kernel<<<1, kThreads, 0, stream_of(exec)>>>(sums, total);
+    launch_kernel(total_kernel, {1, kThreads, 0, stream_of(exec)}, sums, total);
     SB_CUDA_LAUNCHED();
   }
   return total;
@@ -195,8 +196,8 @@ void update_ranges(const Exec& exec, const AdamWStep& step, std::span<const Deca
       ++some.count;
     }
     if (some.count == 0) continue;
-    update_kernel<M>
-        <<<grid_for(some.first_piece[some.count]), kThreads, 0, stream_of(exec)>>>(scalars, step.step, some, pointers);
+    launch_kernel(update_kernel<M>, {grid_for(some.first_piece[some.count]), kThreads, 0, stream_of(exec)}, scalars,
+                  step.step, some, pointers);
     SB_CUDA_LAUNCHED();
   }
 }
@@ -216,7 +217,7 @@ int64_t norm_scratch_bytes() {
 void clip_by_norm(const Exec& exec, TensorView gradients, double max_norm, TensorView clip) {
   const ArenaScope scope(*exec.scratch);
   const double* total = queue_squared_norm(exec, std::span<const TensorView>(&gradients, 1));
-  clip_kernel<<<1, 1, 0, stream_of(exec)>>>(total, max_norm, clip.f32());
+  launch_kernel(clip_kernel, {1, 1, 0, stream_of(exec)}, total, max_norm, clip.f32());
   SB_CUDA_LAUNCHED();
 }
 
@@ -232,8 +233,8 @@ double squared_norm(const Exec& exec, std::span<const TensorView> pieces) {
 void round_parameters(const Exec& exec, TensorView parameters, TensorView weights) {
   const int64_t count = parameters.elements();
   if (count == 0) return;
-  round_kernel<<<grid_for(ceil_div(count, kThreads)), kThreads, 0, stream_of(exec)>>>(parameters.f32(), count,
-                                                                                      data<bf16>(weights));
+  launch_kernel(round_kernel, {grid_for(ceil_div(count, kThreads)), kThreads, 0, stream_of(exec)}, parameters.f32(),
+                count, data<bf16>(weights));
   SB_CUDA_LAUNCHED();
 }
 

@@ -1,3 +1,4 @@
+#include "device/kernel.cuh"
 #include "ops/backends.h"
 #include "ops/cuda/vector.cuh"
 
@@ -27,8 +28,8 @@ void add(const Exec& exec, TensorView a, TensorView b, TensorView y) {
   with_type(y.dtype(), "add", [&](auto element) {
     using T = decltype(element);
     const auto launch = [&]<int N>() {
-      add_kernel<T, N><<<grid_for(ceil_div(count, kThreads * N)), kThreads, 0, stream_of(exec)>>>(
-          data<T>(a), data<T>(b), count, data<T>(y));
+      launch_kernel(add_kernel<T, N>, {grid_for(ceil_div(count, kThreads * N)), kThreads, 0, stream_of(exec)},
+                    data<T>(a), data<T>(b), count, data<T>(y));
     };
     if (vectors_fit<T>(count, {a.raw(), b.raw(), y.raw()}))
       launch.template operator()<kVector<T>>();

@@ -1,6 +1,7 @@
 #include <algorithm>
 
 #include "device/cuda_products.h"
+#include "device/kernel.cuh"
 #include "device/memory.h"
 #include "ops/backends.h"
 #include "ops/cuda/vector.cuh"
@@ -29,7 +30,7 @@ __device__ Partial merged(const Partial& a, const Partial& b) {
 
 template <typename T>
 __device__ Partial block_merged(Partial part) {
-  __shared__ Partial warps[kThreads / 32];
+  SB_SHARED(Partial, warps, [kThreads / 32]);
 #pragma unroll
   for (int offset = 16; offset > 0; offset /= 2) {
     part = merged<T>(
@@ -172,7 +173,7 @@ __device__ double block_sum(double x, double* warps) {
 // Adds a chunk to the sums, by one block: the order is fixed.
 __global__ void __launch_bounds__(kThreads) sum_kernel(const int32_t* labels, const float* weights, const float* losses,
                                                        const int32_t* correct, int64_t rows, LossSums* sums) {
-  __shared__ double warps[kThreads / 32];
+  SB_SHARED(double, warps, [kThreads / 32]);
   double weighted = 0, nll = 0, targets = 0, right = 0;
   for (int64_t r = threadIdx.x; r < rows; r += kThreads) {
     if (labels[r] == kIgnoredLabel) continue;
@@ -218,17 +219,17 @@ void launch_rows(const Exec& exec, const LossOperands& o, T* logits, const Piece
   float* token_loss = o.token_loss.empty() ? nullptr : o.token_loss.f32() + piece.begin;
   const auto grid = static_cast<unsigned>(piece.rows);
   if (o.part.ranks > 1) {
-    part_kernel<T, N><<<grid, kThreads, 0, stream_of(exec)>>>(logits, vocabulary, o.part.first, labels,
-                                                              piece.parts + o.part.rank * piece.rows);
+    launch_kernel(part_kernel<T, N>, {grid, kThreads, 0, stream_of(exec)}, logits, vocabulary, o.part.first, labels,
+                  piece.parts + o.part.rank * piece.rows);
     SB_CUDA_LAUNCHED();
     o.part.gather(TensorView(piece.parts, DType::f32, {o.part.ranks, piece.rows * 4}, DeviceKind::cuda));
     const auto kernel = o.backward() ? merge_kernel<T, N, true> : merge_kernel<T, N, false>;
-    kernel<<<grid, kThreads, 0, stream_of(exec)>>>(logits, vocabulary, o.part.first, piece.parts, o.part.ranks, labels,
-                                                   weights, piece.losses, piece.correct, token_loss);
+    launch_kernel(kernel, {grid, kThreads, 0, stream_of(exec)}, logits, vocabulary, o.part.first, piece.parts,
+                  o.part.ranks, labels, weights, piece.losses, piece.correct, token_loss);
   } else {
     const auto kernel = o.backward() ? row_kernel<T, N, true> : row_kernel<T, N, false>;
-    kernel<<<grid, kThreads, 0, stream_of(exec)>>>(logits, vocabulary, labels, weights, piece.losses, piece.correct,
-                                                   token_loss);
+    launch_kernel(kernel, {grid, kThreads, 0, stream_of(exec)}, logits, vocabulary, labels, weights, piece.losses,
+                  piece.correct, token_loss);
   }
   SB_CUDA_LAUNCHED();
 }
@@ -279,8 +280,8 @@ void run(const Exec& exec, const LossOperands& o, int64_t chunk, LossSums* resul
       else
         launch_rows<T, 1>(exec, o, data<T>(logits), piece);
     });
-    sum_kernel<<<1, kThreads, 0, stream_of(exec)>>>(data<int32_t>(o.labels) + begin, data<float>(o.weights) + begin,
-                                                    piece.losses, piece.correct, rows, sums);
+    launch_kernel(sum_kernel, {1, kThreads, 0, stream_of(exec)}, data<int32_t>(o.labels) + begin,
+                  data<float>(o.weights) + begin, piece.losses, piece.correct, rows, sums);
     SB_CUDA_LAUNCHED();
     if (!o.backward()) continue;
     exec.products->run(exec.stream, {.m = rows,

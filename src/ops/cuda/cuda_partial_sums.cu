@@ -2,6 +2,7 @@
 
 #include <algorithm>
 
+#include "device/kernel.cuh"
 #include "ops/backends.h"
 #include "ops/cuda/vector.cuh"
 
@@ -11,7 +12,7 @@ namespace {
 constexpr int kSlices = 8;  // warps of a block, each with its own rows
 
 __global__ void add_partial_kernel(const float* partial, int rows, int64_t width, float* sums) {
-  __shared__ float slices[kSlices][32];
+  SB_SHARED(float, slices, [kSlices][32]);
   const int64_t column = int64_t{blockIdx.x} * 32 + threadIdx.x;
   float sum = 0;
   if (column < width) {
@@ -31,7 +32,7 @@ __global__ void add_partial_kernel(const float* partial, int rows, int64_t width
 template <typename T, int N>
 __global__ void column_sums_kernel(const T* dy, const T* x, const float* rstd, int64_t rows, int64_t width,
                                    int64_t rows_per_block, float* partial) {
-  __shared__ float slices[kSlices][32 * N];
+  SB_SHARED(float, slices, [kSlices][32 * N]);
   const int64_t column = (int64_t{blockIdx.x} * 32 + threadIdx.x) * N;
   const int64_t begin = blockIdx.y * rows_per_block, end = min(rows, begin + rows_per_block);
   float sum[N] = {};
@@ -66,8 +67,8 @@ __global__ void column_sums_kernel(const T* dy, const T* x, const float* rstd, i
 }  // namespace
 
 void add_partial_sums(const Exec& exec, const float* partial, int rows, int64_t width, float* sums) {
-  add_partial_kernel<<<static_cast<unsigned>(ceil_div(width, 32)), dim3(32, kSlices), 0, stream_of(exec)>>>(
-      partial, rows, width, sums);
+  launch_kernel(add_partial_kernel, {static_cast<unsigned>(ceil_div(width, 32)), dim3(32, kSlices), 0, stream_of(exec)},
+                partial, rows, width, sums);
   SB_CUDA_LAUNCHED();
 }
 
@@ -84,8 +85,8 @@ void add_column_sums(const Exec& exec, TensorView dy, int64_t rows, int64_t widt
     using T = decltype(element);
     const auto launch = [&]<int N>() {
       const dim3 grid(static_cast<unsigned>(ceil_div(width, 32 * N)), used);
-      column_sums_kernel<T, N><<<grid, dim3(32, kSlices), 0, stream_of(exec)>>>(
-          data<T>(dy), data<T>(x), data<float>(rstd), rows, width, rows_per_block, partial);
+      launch_kernel(column_sums_kernel<T, N>, {grid, dim3(32, kSlices), 0, stream_of(exec)}, data<T>(dy), data<T>(x),
+                    data<float>(rstd), rows, width, rows_per_block, partial);
     };
     if (vectors_fit<T>(width, {dy.raw(), x.raw()}))
       launch.template operator()<kVector<T>>();

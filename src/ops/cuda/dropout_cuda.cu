@@ -1,3 +1,4 @@
+#include "device/kernel.cuh"
 #include "ops/backends.h"
 #include "ops/cuda/vector.cuh"
 #include "ops/random/dropout_bits.h"
@@ -44,10 +45,10 @@ void dropout(const Exec& exec, const DropoutRows& rows, TensorView from, TensorV
     const auto launch = [&]<int N>() {
       const auto kernel = add ? dropout_kernel<T, N, true> : dropout_kernel<T, N, false>;
       const int64_t work = count * ceil_div(width, kDropoutChannels);
-      kernel<<<grid_for(ceil_div(work, kThreads)), kThreads, 0, stream_of(exec)>>>(
-          data<T>(from), data<T>(to), data<int32_t>(rows.sequences), data<int32_t>(rows.positions), count, width,
-          rows.first_channel / kDropoutChannels, rows.key, rows.stream, dropout_threshold(rows.probability),
-          dropout_scale(rows.probability));
+      launch_kernel(kernel, {grid_for(ceil_div(work, kThreads)), kThreads, 0, stream_of(exec)}, data<T>(from),
+                    data<T>(to), data<int32_t>(rows.sequences), data<int32_t>(rows.positions), count, width,
+                    rows.first_channel / kDropoutChannels, rows.key, rows.stream, dropout_threshold(rows.probability),
+                    dropout_scale(rows.probability));
     };
     if (vectors_fit<T>(width, {from.raw(), to.raw()}))
       launch.template operator()<kVector<T>>();

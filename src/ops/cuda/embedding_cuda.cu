@@ -1,5 +1,6 @@
 #include <cub/device/device_radix_sort.cuh>
 
+#include "device/kernel.cuh"
 #include "ops/backends.h"
 #include "ops/cuda/vector.cuh"
 
@@ -87,8 +88,8 @@ void embedding_forward(const Exec& exec, TensorView tokens, TensorView table, Te
   with_type(x.dtype(), "embedding_forward", [&](auto element) {
     using T = decltype(element);
     const auto launch = [&]<int N>() {
-      forward_kernel<T, N><<<grid_for(count), kThreads, 0, stream_of(exec)>>>(
-          data<int32_t>(tokens), data<T>(table), first, table.dim(0), count, width, data<T>(x));
+      launch_kernel(forward_kernel<T, N>, {grid_for(count), kThreads, 0, stream_of(exec)}, data<int32_t>(tokens),
+                    data<T>(table), first, table.dim(0), count, width, data<T>(x));
     };
     if (vectors_fit<T>(width, {table.raw(), x.raw()}))
       launch.template operator()<kVector<T>>();
@@ -108,7 +109,7 @@ void embedding_backward(const Exec& exec, TensorView tokens, TensorView dx, Tens
   int32_t* sorted_places = exec.scratch->allocate_array<int32_t>(count);
   size_t bytes = sort_bytes(count);
   void* temporary = exec.scratch->allocate_bytes(static_cast<int64_t>(bytes));
-  count_up<<<grid_for(ceil_div(count, 256)), 256, 0, stream_of(exec)>>>(places, count);
+  launch_kernel(count_up, {grid_for(ceil_div(count, 256)), 256, 0, stream_of(exec)}, places, count);
   SB_CUDA_LAUNCHED();
   // The radix sort is stable: places of equal tokens stay in order.
   int bits = 1;
@@ -119,8 +120,8 @@ void embedding_backward(const Exec& exec, TensorView tokens, TensorView dx, Tens
     using T = decltype(element);
     const auto launch = [&]<int N>() {
       const dim3 grid(grid_for(count), static_cast<unsigned>(ceil_div(width, kThreads * N)));
-      backward_kernel<T, N><<<grid, kThreads, 0, stream_of(exec)>>>(sorted_tokens, sorted_places, data<T>(dx), first,
-                                                                    dtable.dim(0), count, width, dtable.f32());
+      launch_kernel(backward_kernel<T, N>, {grid, kThreads, 0, stream_of(exec)}, sorted_tokens, sorted_places,
+                    data<T>(dx), first, dtable.dim(0), count, width, dtable.f32());
     };
     if (vectors_fit<T>(width, {dx.raw(), dtable.raw()}))
       launch.template operator()<kVector<T>>();

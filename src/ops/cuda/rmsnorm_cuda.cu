@@ -1,3 +1,4 @@
+#include "device/kernel.cuh"
 #include "ops/backends.h"
 #include "ops/check_shape.h"
 #include "ops/cuda/vector.cuh"
@@ -141,8 +142,8 @@ template <typename T, int N, int R, int kMostThreads, int kBlocks>
 __global__ void __launch_bounds__(kMostThreads, kBlocks)
     backward_kernel(const T* x, const T* weight, const float* rstd, const T* dy, int64_t rows, int64_t width, T* dx,
                     bool accumulate, float* partial) {
-  extern __shared__ float sums[];  // [width]
-  __shared__ float products[2][R][kMostThreads / 32];
+  SB_DYNAMIC_SHARED(float, sums);  // [width]
+  SB_SHARED(float, products, [2][R][kMostThreads / 32]);
   const int warps = blockDim.x / 32, warp = threadIdx.x / 32, lane = threadIdx.x % 32, group = threadIdx.y;
   const int64_t c = int64_t{threadIdx.x} * N, stride = int64_t{gridDim.x} * blockDim.y * R;
   const bool inside = c < width;
@@ -232,10 +233,10 @@ void launch_backward(const Backward& b) {
   const int64_t threads = ceil_div(ceil_div(b.width, N), 32) * 32, groups = std::max<int64_t>(1, kFewVectors / threads);
   const int blocks = static_cast<int>(std::min<int64_t>(kPartialRows, ceil_div(b.rows, groups * R)));
   const dim3 block(static_cast<unsigned>(threads), static_cast<unsigned>(groups));
-  backward_kernel<T, N, R, kMostThreads, kBlocks>
-      <<<static_cast<unsigned>(blocks), block, static_cast<size_t>(b.width) * sizeof(float), stream_of(b.exec)>>>(
-          data<T>(b.x), data<T>(b.weight), data<float>(b.rstd), data<T>(b.dy), b.rows, b.width, data<T>(b.dx),
-          b.accumulate, partial);
+  launch_kernel(backward_kernel<T, N, R, kMostThreads, kBlocks>,
+                {static_cast<unsigned>(blocks), block, static_cast<size_t>(b.width) * sizeof(float), stream_of(b.exec)},
+                data<T>(b.x), data<T>(b.weight), data<float>(b.rstd), data<T>(b.dy), b.rows, b.width, data<T>(b.dx),
+                b.accumulate, partial);
   SB_CUDA_LAUNCHED();
   if (b.dweight != nullptr) add_partial_sums(b.exec, partial, blocks, b.width, b.dweight);
 }
@@ -245,9 +246,9 @@ template <typename T>
 void launch_backward_any(const Backward& b) {
   if (b.dweight != nullptr) add_column_sums(b.exec, b.dy, b.rows, b.width, b.x, b.rstd, b.dweight);
   const auto launch = [&]<int N>() {
-    backward_input_kernel<T, N><<<grid_for(ceil_div(b.rows, kWarps)), kWarps * 32, 0, stream_of(b.exec)>>>(
-        data<T>(b.x), data<T>(b.weight), data<float>(b.rstd), data<T>(b.dy), b.rows, b.width, data<T>(b.dx),
-        b.accumulate);
+    launch_kernel(backward_input_kernel<T, N>, {grid_for(ceil_div(b.rows, kWarps)), kWarps * 32, 0, stream_of(b.exec)},
+                  data<T>(b.x), data<T>(b.weight), data<float>(b.rstd), data<T>(b.dy), b.rows, b.width, data<T>(b.dx),
+                  b.accumulate);
   };
   if (vectors_fit<T>(b.width, {b.x.raw(), b.weight.raw(), b.dy.raw(), b.dx.raw()}))
     launch.template operator()<kVector<T>>();
@@ -266,8 +267,8 @@ void rmsnorm_forward(const Exec& exec, TensorView x, TensorView weight, float ep
     using T = decltype(element);
     constexpr int kLane = 32 * kVector<T>;  // columns of a vector a lane
     const auto launch = [&](auto* kernel) {
-      kernel<<<grid, kWarps * 32, 0, stream_of(exec)>>>(data<T>(x), data<T>(weight), eps, rows, width, data<T>(y),
-                                                        data<float>(rstd));
+      launch_kernel(kernel, {grid, kWarps * 32, 0, stream_of(exec)}, data<T>(x), data<T>(weight), eps, rows, width,
+                    data<T>(y), data<float>(rstd));
     };
     if (!vectors_fit<T>(width, {x.raw(), weight.raw(), y.raw()}))
       launch(forward_any_kernel<T, 1>);

@@ -1,5 +1,6 @@
 #include <algorithm>
 
+#include "device/kernel.cuh"
 #include "ops/backends.h"
 #include "ops/cuda/vector.cuh"
 #include "ops/cuda_partial_sums.h"
@@ -125,7 +126,7 @@ __global__ void __launch_bounds__(kThreads) norm_rotate_kernel(Heads<T> h, Rotat
 template <typename T>
 __global__ void __launch_bounds__(kThreads)
     norm_rotate_backward_kernel(Heads<T> h, Rotation r, Norms<T> n, const T* qkv, int64_t tokens, float* partial) {
-  extern __shared__ float sums[];  // [2, d]
+  SB_DYNAMIC_SHARED(float, sums);  // [2, d]
   const int half = h.head_dim / 2, lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   const int64_t count = tokens * h.all();
   float dnorm[2][2][kMaxPairs] = {};  // of q and k; first and second half
@@ -205,8 +206,9 @@ void launch_rotation(const Exec& exec, const Heads<T>& h, const Rotation& r, int
   const auto launch = [&]<int N>() {
     const int64_t per_token = int64_t{h.heads + 2 * h.kv_heads} * (h.head_dim / 2 / N);
     const int64_t tokens_per_block = std::max<int64_t>(1, 2 * kThreads / per_token);
-    rotate_kernel<T, N, kBackward><<<grid_for(ceil_div(tokens, tokens_per_block)), kThreads, 0, stream_of(exec)>>>(
-        h, r, tokens, static_cast<uint32_t>(tokens_per_block));
+    launch_kernel(rotate_kernel<T, N, kBackward>,
+                  {grid_for(ceil_div(tokens, tokens_per_block)), kThreads, 0, stream_of(exec)}, h, r, tokens,
+                  static_cast<uint32_t>(tokens_per_block));
   };
   if (vectors_fit<T>(h.head_dim / 2, {h.qkv, h.q, h.k, h.v, r.cos, r.sin}))
     launch.template operator()<kVector<T>>();
@@ -236,7 +238,8 @@ void qkv_rope_forward(const Exec& exec, const QkvShape& shape, TensorView qkv, T
     check_norm_width(shape);
     const Norms<T> norms = {data<T>(q_norm), data<T>(k_norm), data<float>(rstd_q), data<float>(rstd_k), eps};
     const int64_t blocks = ceil_div(tokens * (shape.heads + 2 * shape.kv_heads), kWarps);
-    norm_rotate_kernel<T><<<grid_for(blocks), kThreads, 0, stream_of(exec)>>>(heads, rotation, norms, tokens);
+    launch_kernel(norm_rotate_kernel<T>, {grid_for(blocks), kThreads, 0, stream_of(exec)}, heads, rotation, norms,
+                  tokens);
     SB_CUDA_LAUNCHED();
   });
 }
@@ -260,14 +263,15 @@ void qkv_rope_backward(const Exec& exec, const QkvShape& shape, TensorView dq, T
     float* sums = exec.scratch->allocate_array<float>(2 * d);
     const auto blocks = static_cast<int>(
         std::min<int64_t>(kPartialRows - 1, ceil_div(tokens * (shape.heads + 2 * shape.kv_heads), kWarps)));
-    norm_rotate_backward_kernel<T>
-        <<<static_cast<unsigned>(blocks), kThreads, static_cast<size_t>(2 * d) * sizeof(float), stream_of(exec)>>>(
-            heads, rotation, norms, data<T>(qkv), tokens, partial);
+    launch_kernel(
+        norm_rotate_backward_kernel<T>,
+        {static_cast<unsigned>(blocks), kThreads, static_cast<size_t>(2 * d) * sizeof(float), stream_of(exec)}, heads,
+        rotation, norms, data<T>(qkv), tokens, partial);
     SB_CUDA_LAUNCHED();
     if (dq_norm.empty()) return;
     SB_CUDA_CHECK(cudaMemsetAsync(sums, 0, static_cast<size_t>(2 * d) * sizeof(float), stream_of(exec)));
     add_partial_sums(exec, partial, blocks, 2 * d, sums);
-    add_norm_sums<<<1, 256, 0, stream_of(exec)>>>(sums, shape.head_dim, dq_norm.f32(), dk_norm.f32());
+    launch_kernel(add_norm_sums, {1, 256, 0, stream_of(exec)}, sums, shape.head_dim, dq_norm.f32(), dk_norm.f32());
     SB_CUDA_LAUNCHED();
   });
 }

@@ -1,3 +1,4 @@
+#include "device/kernel.cuh"
 #include "ops/backends.h"
 #include "ops/cuda/swiglu.cuh"
 
@@ -66,8 +67,8 @@ void swiglu_forward(const Exec& exec, TensorView gate_up, TensorView h, TensorVi
     using T = decltype(element);
     const auto launch = [&]<int N>() {
       const RowPieces pieces(rows, ceil_div(width, N));
-      forward_kernel<T, N><<<pieces.grid, pieces.threads, 0, stream_of(exec)>>>(data<T>(gate_up), width, data<T>(h),
-                                                                                data<uint32_t>(largest));
+      launch_kernel(forward_kernel<T, N>, {pieces.grid, pieces.threads, 0, stream_of(exec)}, data<T>(gate_up), width,
+                    data<T>(h), data<uint32_t>(largest));
     };
     if (vectors_fit<T>(width, {gate_up.raw(), h.raw()}))
       launch.template operator()<kVector<T>>();
@@ -85,8 +86,8 @@ void swiglu_backward(const Exec& exec, TensorView gate_up, TensorView dh, Tensor
     const auto launch = [&]<int N>() {
       const RowPieces pieces(rows, ceil_div(width, N));
       const auto kernel = h.empty() ? backward_kernel<T, N, false> : backward_kernel<T, N, true>;
-      kernel<<<pieces.grid, pieces.threads, 0, stream_of(exec)>>>(data<T>(gate_up), data<T>(dh), width,
-                                                                  data<T>(dgate_up), data<T>(h));
+      launch_kernel(kernel, {pieces.grid, pieces.threads, 0, stream_of(exec)}, data<T>(gate_up), data<T>(dh), width,
+                    data<T>(dgate_up), data<T>(h));
     };
     if (vectors_fit<T>(width, {gate_up.raw(), dh.raw(), dgate_up.raw(), h.raw()}))
       launch.template operator()<kVector<T>>();

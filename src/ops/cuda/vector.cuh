@@ -11,6 +11,7 @@
 #include "device/cuda_check.h"
 #include "device/cuda_floats.cuh"
 #include "device/exec.h"
+#include "device/kernel.cuh"
 
 namespace sb::cuda {
 
@@ -69,7 +70,7 @@ __device__ inline uint32_t magnitude_bits(float x) {
 // *largest = max(*largest, bits of all threads of the block), which all call; blockDim.x is a multiple of 32, at most
 // 1024. The result does not depend on the order of blocks, and few of them have to write.
 __device__ inline void note_largest(uint32_t bits, uint32_t* largest) {
-  __shared__ uint32_t of_warps[32];
+  SB_SHARED(uint32_t, of_warps, [32]);
   bits = __reduce_max_sync(0xffffffffu, bits);
   if (threadIdx.x % 32 == 0) of_warps[threadIdx.x / 32] = bits;
   __syncthreads();

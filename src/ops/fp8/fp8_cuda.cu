@@ -3,6 +3,7 @@
 #include <algorithm>
 
 #include "device/cuda_products.h"
+#include "device/kernel.cuh"
 #include "ops/cuda/swiglu.cuh"
 #include "ops/fp8/backends.h"
 
@@ -122,7 +123,7 @@ __global__ void __launch_bounds__(kThreads)
     }
   }
   if constexpr (kByColumn) {
-    __shared__ Transposed tile;
+    SB_SHARED(Transposed, tile);
     tile.put(at, codes);
     __syncthreads();
     tile.store(at, columns, padded_rows, to.by_column);
@@ -209,7 +210,9 @@ __global__ void __launch_bounds__(kThreads)
       *reinterpret_cast<uint2*>(dgate_up.by_row + (2 * row + 1) * width + at.column) = ups[i];
     }
   }
-  __shared__ Transposed gate_tile, up_tile, inner_tile;
+  SB_SHARED(Transposed, gate_tile);
+  SB_SHARED(Transposed, up_tile);
+  SB_SHARED(Transposed, inner_tile);
   gate_tile.put(at, gates);
   up_tile.put(at, ups);
   inner_tile.put(at, inners);
@@ -244,14 +247,14 @@ void fp8_quantize(const Exec& exec, TensorView x, const Fp8Matrix& to, TensorVie
       forget_largest(exec, to);
       const int64_t vectors = x.elements() / kVector<T>;
       const auto blocks = static_cast<unsigned>(std::min(kMostBlocks, ceil_div(vectors, 4 * kThreads)));
-      largest_kernel<T><<<blocks, kThreads, 0, stream_of(exec)>>>(data<T>(x), vectors, largest_of(to));
+      launch_kernel(largest_kernel<T>, {blocks, kThreads, 0, stream_of(exec)}, data<T>(x), vectors, largest_of(to));
       noted = to.largest;
     }
     const auto kernel = !to.by_column ? cast_kernel<T, true, false>
                         : !to.by_row  ? cast_kernel<T, false, true>
                                       : cast_kernel<T, true, true>;
-    kernel<<<tiles(to.by_column ? padded : to.rows, to.columns), kThreads, 0, stream_of(exec)>>>(data<T>(x), padded,
-                                                                                                 noted, to);
+    launch_kernel(kernel, {tiles(to.by_column ? padded : to.rows, to.columns), kThreads, 0, stream_of(exec)},
+                  data<T>(x), padded, noted, to);
   });
   SB_CUDA_LAUNCHED();
 }
@@ -268,11 +271,11 @@ void fp8_swiglu_backward(const Exec& exec, TensorView gate_up, TensorView dh, co
     const int64_t pieces = ceil_div(h.columns, kThreads * kVector<T>);
     const dim3 grid(static_cast<unsigned>(std::min(h.rows, ceil_div(kMostBlocks, pieces))),
                     static_cast<unsigned>(pieces));
-    swiglu_largest_kernel<T><<<grid, kThreads, 0, stream_of(exec)>>>(data<T>(gate_up), data<T>(dh), h.rows, h.columns,
-                                                                     largest_of(dgate_up), largest_of(h));
+    launch_kernel(swiglu_largest_kernel<T>, {grid, kThreads, 0, stream_of(exec)}, data<T>(gate_up), data<T>(dh), h.rows,
+                  h.columns, largest_of(dgate_up), largest_of(h));
     const int64_t padded = fp8_padded(h.rows);
-    swiglu_cast_kernel<T><<<tiles(padded, h.columns), kThreads, 0, stream_of(exec)>>>(
-        data<T>(gate_up), data<T>(dh), h.rows, h.columns, padded, dgate_up, h);
+    launch_kernel(swiglu_cast_kernel<T>, {tiles(padded, h.columns), kThreads, 0, stream_of(exec)}, data<T>(gate_up),
+                  data<T>(dh), h.rows, h.columns, padded, dgate_up, h);
   });
   SB_CUDA_LAUNCHED();
 }

@@ -2,18 +2,13 @@
 
 #include <cstdint>
 #include <filesystem>
-#include <functional>
 #include <optional>
-#include <span>
 #include <string>
 #include <vector>
 
 #include "attention/select/learned_selection.h"
 #include "core/tensor.h"
-#include "model/lora/lora_config.h"
-#include "model/model_config.h"
 #include "model/parameters.h"
-#include "model/tensors/safetensors.h"
 #include "parallel/shard_layout.h"
 
 namespace sb {
@@ -37,25 +32,13 @@ struct TrainState {
 // A checkpoint is a directory `checkpoint-<step>`:
 //   config.json, model*.safetensors, …  the fp32 master weights, as `transformers` loads them; with adapters instead
 //   adapter_config.json, adapter_model.safetensors  these, as PEFT loads them
-//   optimizer.safetensors               AdamW's moments, whole tensors by name: any number of ranks can read them
+//   optimizer*.safetensors              AdamW's moments
 //   selection.safetensors               what selection has learned, if anything (selection_file.h)
 //   state.json, run.yaml                the rest of TrainState, and the configuration
 //   manifest.json                       size and CRC-32C of all of these; written last
-// It is written under another name, synced and then renamed: what has this name is complete, unless the disk damaged
-// it.
-struct CheckpointContents {
-  const ModelConfig& model;
-  // Of the whole model; fetched once each, weights before moments.
-  std::span<const SafetensorsTensor> weights, moments;
-  const TrainState& state;
-  const std::string& run_config;
-  std::filesystem::path copy_from;  // tokenizer and the like; empty: nothing
-  LoraConfig lora = {};             // with a rank: the weights are adapters of the model at `copy_from`
-};
-
-// Returns the checkpoint's directory. On failure (a full disk) throws UserError; earlier checkpoints are untouched.
-std::filesystem::path save_checkpoint(const std::filesystem::path& output_dir, const CheckpointContents& contents);
-
+// Weights and moments are whole tensors by name, which any number of ranks can read: of one rank in one file each, of
+// several in a file of every rank, with an index (model/tensors/tensor_files.h). It is written under another name,
+// synced and then renamed (checkpoint_files.h): what has this name is complete, unless the disk damaged it.
 // Deletes the oldest ones beyond the newest `keep` that are complete, counted from that of step `newest`, which was
 // just saved (0: deletes nothing). The newest one of a step up to `last_good` stays besides: the last before a row of
 // steps whose gradient was not finite. Damaged ones are left alone and not counted; those of later steps are, whatever
@@ -74,6 +57,8 @@ std::optional<std::filesystem::path> newest_intact_checkpoint(const std::filesys
 // Steps of all checkpoints of a run, ascending.
 std::vector<int64_t> checkpoint_steps(const std::filesystem::path& output_dir);
 std::filesystem::path checkpoint_path(const std::filesystem::path& output_dir, int64_t step);
+// Which one a run whose newest cannot be saved goes on from, in words.
+std::string previous_checkpoint_note(const std::filesystem::path& output_dir);
 
 // Loads a stage's weights and its share of the moments; returns the rest. UserError when the checkpoint is of another
 // model.
@@ -86,12 +71,5 @@ TrainState load_moments(const std::filesystem::path& checkpoint, const Parameter
 
 // The rest alone. None of them reads what selection has learned.
 TrainState read_train_state(const std::filesystem::path& checkpoint);
-
-// Writes `directory` (of which only the last name is new) as save_checkpoint does, from `fill`: under a temporary
-// name, synced, renamed; an existing one is replaced.
-void write_directory_atomically(const std::filesystem::path& directory,
-                                const std::function<void(const std::filesystem::path&)>& fill);
-// Removes what a killed process left half-written or half-deleted.
-void remove_leftovers(const std::filesystem::path& output_dir);
 
 }  // namespace sb

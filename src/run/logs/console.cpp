@@ -23,6 +23,13 @@ std::string format_count(double value) {
   return fmt::format("{:.0f}", value);
 }
 
+// "[####      ] "
+std::string bar(double share) {
+  constexpr size_t kWidth = 12;
+  const auto filled = static_cast<size_t>(kWidth * std::clamp(share, 0.0, 1.0));
+  return fmt::format("[{}{}] ", std::string(filled, '#'), std::string(kWidth - filled, ' '));
+}
+
 }  // namespace
 
 std::string format_duration(double seconds) {
@@ -101,7 +108,8 @@ void Console::step(const StepReport& report) {
   if (terminal_) {
     // What a narrow terminal has no room for is the rest of the measurements, not the time left.
     const size_t width = terminal_width(out_) - 1, room = width - std::min(width, eta.size());
-    std::string line = format_step(report, room);
+    std::string line = bar(static_cast<double>(report.step) / static_cast<double>(report.max_steps));
+    line += format_step(report, room - std::min(room, line.size()));
     line.resize(std::min(line.size(), room));
     write(fmt::format("\r{}{}\033[K", line, eta));
     line_open_ = true;

@@ -1,10 +1,9 @@
 // What a run leaves: its checkpoints and the trained model.
 #include <chrono>
 
-#include "comm/first_rank.h"
-#include "core/files/durable_file.h"
 #include "model/adapter/peft_adapter.h"
 #include "model/hf_checkpoint.h"
+#include "run/checkpoint/new_directory.h"
 #include "run/checkpoint/selection_file.h"
 #include "train/adapter_start.h"
 #include "train/trainer.h"
@@ -15,25 +14,17 @@ void Trainer::save() {
   if (saved_step_ == state_.step) return;
   const auto begin = std::chrono::steady_clock::now();
   const auto span = trace_.span("save", state_.step);
-  wait_for_saves();
+  saver_->wait();
   model_->settle();
-  const std::vector<SafetensorsTensor> weights = model_->weights(), moments = model_->moments();
-  saved_step_ = state_.step;
-  if (!leads()) {
-    RankModel::serve(weights);
-    RankModel::serve(moments);
-    return;
+  std::string measured;
+  if (leads()) {
+    state_.planner_state = planner_->state();
+    const CoverageStatistics* coverage = planner_->coverage();
+    if (coverage && !coverage->curves().empty()) measured = write_coverage(coverage->table(parts_.model.layers));
   }
-  state_.planner_state = planner_->state();
-  const CoverageStatistics* coverage = planner_->coverage();
-  const bool measured = coverage && !coverage->curves().empty();
-  saver_->save(weights, moments, state_, measured ? write_coverage(coverage->table(parts_.model.layers)) : "");
+  saver_->save(model_->own_tensors(), state_, measured);
+  saved_step_ = state_.step;
   time_left_.save(std::chrono::steady_clock::now() - begin);
-}
-
-// A disk may be slower than anybody waits for a message.
-void Trainer::wait_for_saves() {
-  on_first_rank(*world_, [&] { saver_->wait(); });
 }
 
 void Trainer::write_final_model(TrainSummary& summary) {

@@ -108,7 +108,7 @@ void Trainer::first_look() {
   look.interruptible = false;
   forward(look);
   parts_.sparse->take_report();
-  learn_selection();
+  learn_selection(parts_.sparse->take_observations());
   if (leads())
     parts_.console.text(fmt::format(
         "attention.score planes: chosen in a dense forward over {} sequences after the first batch, {} tokens",

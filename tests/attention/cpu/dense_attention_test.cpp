@@ -6,13 +6,10 @@
 
 #include "core/errors.h"
 #include "tests/attention/reference.h"
+#include "tests/attention/sparse_cases.h"
 
 namespace sb {
 namespace {
-
-AttentionShape shape_of(int heads, int kv_heads, int head_dim) {
-  return {heads, kv_heads, head_dim, 1.0f / std::sqrt(static_cast<float>(head_dim))};
-}
 
 void check(const AttentionCase& c, double tolerance = 1e-5) {
   DenseAttention attention;

@@ -8,8 +8,11 @@
 
 #include "attention/gpu/cuda_attention.h"
 #include "tests/attention/gpu/cuda_case.h"
+#include "tests/device/software_device.h"
 
 namespace sb {
+
+using test::sized;
 
 // Attention on a GPU, and on the CPU to compare with.
 class CudaAttentionTest : public ::testing::Test {

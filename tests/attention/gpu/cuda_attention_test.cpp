@@ -19,15 +19,16 @@ TEST_F(CudaAttentionTest, EqualsTheCpuOnTheSameLists) {
     SelectionOrder order = SelectionOrder::causal;
   };
   const auto ahead = SelectionOrder::lookahead;
-  const std::vector<int32_t> packed{0, 1500, 1501, 1501, 2300, 3333};
+  const auto packed = sized<std::vector<int32_t>>({0, 1500, 1501, 1501, 2300, 3333}, {0, 400, 401, 401, 730, 860});
+  const auto one = [](int32_t tokens, int32_t fewer) { return std::vector<int32_t>{0, sized(tokens, fewer)}; };
   const Case cases[] = {
-      {SelectionPattern::dense, 8, 2, 64, 128, packed},       {SelectionPattern::dense, 7, 1, 128, 128, {0, 777}},
-      {SelectionPattern::topk, 8, 1, 64, 128, packed},        {SelectionPattern::topk, 14, 2, 128, 128, packed},
-      {SelectionPattern::topk, 4, 2, 64, 256, {0, 4100}},     {SelectionPattern::topk, 4, 4, 64, 64, packed},
-      {SelectionPattern::topp, 8, 2, 64, 128, packed},        {SelectionPattern::mass, 8, 2, 128, 128, packed},
-      {SelectionPattern::window, 2, 2, 64, 128, packed},      {SelectionPattern::topk, 4, 2, 16, 128, packed},
-      {SelectionPattern::topk, 40, 2, 64, 128, packed},       {SelectionPattern::topk, 66, 1, 64, 128, {0, 1300}},
-      {SelectionPattern::mass, 8, 2, 64, 128, packed, ahead}, {SelectionPattern::topk, 8, 2, 64, 128, packed, ahead},
+      {SelectionPattern::dense, 8, 2, 64, 128, packed},        {SelectionPattern::dense, 7, 1, 128, 128, one(777, 300)},
+      {SelectionPattern::topk, 8, 1, 64, 128, packed},         {SelectionPattern::topk, 14, 2, 128, 128, packed},
+      {SelectionPattern::topk, 4, 2, 64, 256, one(4100, 900)}, {SelectionPattern::topk, 4, 4, 64, 64, packed},
+      {SelectionPattern::topp, 8, 2, 64, 128, packed},         {SelectionPattern::mass, 8, 2, 128, 128, packed},
+      {SelectionPattern::window, 2, 2, 64, 128, packed},       {SelectionPattern::topk, 4, 2, 16, 128, packed},
+      {SelectionPattern::topk, 40, 2, 64, 128, packed},        {SelectionPattern::topk, 66, 1, 64, 128, one(1300, 300)},
+      {SelectionPattern::mass, 8, 2, 64, 128, packed, ahead},  {SelectionPattern::topk, 8, 2, 64, 128, packed, ahead},
   };
   for (const Case& c : cases) {
     BlockIndex known;
@@ -44,7 +45,7 @@ TEST_F(CudaAttentionTest, EqualsTheCpuOnTheSameLists) {
           SCOPED_TRACE(fmt::format("pattern {} {}:{} d{} block {} {} portable {} deterministic {}",
                                    static_cast<int>(c.pattern), c.heads, c.kv_heads, c.d, c.block, dtype_name(dtype),
                                    portable, deterministic));
-          CudaAttentionOptions options = options_of(c.pattern, 700);
+          CudaAttentionOptions options = options_of(c.pattern, sized(700, 256));
           options.attention.selection.block = c.block;
           options.attention.selection.order = c.order;
           options.portable = portable;
@@ -90,15 +91,15 @@ TEST_F(CudaAttentionTest, TheFutureDoesNotShowInASingleBit) {
                         {SelectionPattern::topk, 8, 64, 4.0f, DType::f32}}) {
     SCOPED_TRACE(
         fmt::format("pattern {} heads {} d {} {}", static_cast<int>(c.pattern), c.heads, c.d, dtype_name(c.dtype)));
-    CudaAttentionOptions options = options_of(c.pattern, 700);
+    CudaAttentionOptions options = options_of(c.pattern, sized(700, 400));
     options.attention.selection.score = c.score;
     const auto attention = make_cuda_attention(options);
     const AttentionShape shape{c.heads, 2, c.d, c.scale};
     attention->use(made_up_energies(shape, 3));
-    const std::vector<int32_t> cu{0, 3000};
-    CudaOperands in(shape, 3000, c.dtype, 5);
+    const std::vector<int32_t> cu{0, sized(3000, 1000)};
+    CudaOperands in(shape, cu.back(), c.dtype, 5);
     const CudaResults before = run(*attention, in, {cu, {}}, c.dtype);
-    const int64_t known = 1803;  // inside a query block and inside a key block
+    const int64_t known = sized(1803, 603);  // inside a query block and inside a key block
     const auto change = [&](std::vector<float>& x, int heads) {
       for (size_t i = known * heads * c.d; i < x.size(); ++i) x[i] = rounded(-3.0f * x[i] + 0.5f, c.dtype);
     };
@@ -113,9 +114,10 @@ TEST_F(CudaAttentionTest, TheFutureDoesNotShowInASingleBit) {
 }
 
 TEST_F(CudaAttentionTest, BudgetsAndDenseLayersCount) {
-  const auto attention = make_cuda_attention(options_of(SelectionPattern::topk, 900));
+  const auto attention = make_cuda_attention(options_of(SelectionPattern::topk, sized(900, 400)));
   const AttentionShape shape{8, 2, 64, 0.125f};
-  const std::vector<int32_t> cu{0, 3000, 5000}, budgets{1300, 5000};
+  const auto cu = sized<std::vector<int32_t>>({0, 3000, 5000}, {0, 1200, 2000}),
+             budgets = sized<std::vector<int32_t>>({1300, 5000}, {600, 2000});
   const CudaOperands in(shape, cu.back(), DType::bf16, 3);
   BlockIndex index;
   run(*attention, in, {cu, budgets}, DType::bf16, &index);
@@ -131,13 +133,13 @@ TEST_F(CudaAttentionTest, BudgetsAndDenseLayersCount) {
 
 TEST_F(CudaAttentionTest, ManyMicroBatchesInTurn) {
   // More kinds than plans are kept, states held over others' steps.
-  const auto attention = make_cuda_attention(options_of(SelectionPattern::topk, 300));
+  const auto attention = make_cuda_attention(options_of(SelectionPattern::topk, sized(300, 256)));
   const AttentionShape shape{4, 2, 64, 0.125f};
   std::vector<CudaOperands> operands;
   std::vector<CudaResults> first;
   for (int round = 0; round < 2; ++round)
     for (int i = 0; i < 80; ++i) {
-      const std::vector<int32_t> cu{0, 400 + i, 900};
+      const std::vector<int32_t> cu{0, sized(400, 270) + i, sized(900, 500)};
       if (round == 0) operands.emplace_back(shape, cu.back(), DType::bf16, i);
       const CudaOperands& in = operands[i];
       BlockIndex index;
@@ -152,29 +154,29 @@ TEST_F(CudaAttentionTest, ManyMicroBatchesInTurn) {
 
 TEST_F(CudaAttentionTest, WhatIsReservedHoldsPlansOfAnyBudgets) {
   // Sequences that the configured budget covers select under lower ones, however short they are.
-  constexpr int64_t kTokens = 4096;
+  const int64_t tokens = sized(4096, 2048);
   const AttentionShape shape{8, 2, 64, 0.125f};
-  const CudaOperands in(shape, kTokens, DType::bf16, 3);
-  const Shape wide{kTokens, 8, 64}, narrow{kTokens, 2, 64};
+  const CudaOperands in(shape, tokens, DType::bf16, 3);
+  const Shape wide{tokens, 8, 64}, narrow{tokens, 2, 64};
   const DeviceTensor q(in.q, wide, DType::bf16), k(in.k, narrow, DType::bf16), v(in.v, narrow, DType::bf16);
-  DeviceTensor out(wide, DType::bf16), lse({8, kTokens}, DType::f32);
+  DeviceTensor out(wide, DType::bf16), lse({8, tokens}, DType::f32);
   for (const SelectionPattern pattern : {SelectionPattern::topk, SelectionPattern::vertical_slash}) {
     SCOPED_TRACE(static_cast<int>(pattern));
-    CudaAttentionOptions options = options_of(pattern, kTokens);
+    CudaAttentionOptions options = options_of(pattern, tokens);
     options.attention.selection.dense_below = 0;
     options.attention.selection.query_block = 4;
-    options.attention.largest_budget = kTokens;
+    options.attention.largest_budget = tokens;
     if (pattern == SelectionPattern::vertical_slash) options.attention.selection.order = SelectionOrder::lookahead;
     const auto attention = make_cuda_attention(options);
     std::vector<std::unique_ptr<AttentionState>> states;
     states.push_back(attention->make_state());
-    attention->reserve(shape, kTokens, DType::bf16, states);
-    Arena scratch = make_arena("scratch", attention->scratch_bytes(shape, kTokens, 1), DeviceKind::cuda);
+    attention->reserve(shape, tokens, DType::bf16, states);
+    Arena scratch = make_arena("scratch", attention->scratch_bytes(shape, tokens, 1), DeviceKind::cuda);
     const Exec exec{.device = DeviceKind::cuda, .pool = &pool_, .stream = stream_.get(), .scratch = &scratch};
     const cuda::Allocations before = cuda::allocations();
-    for (const int64_t length : {kTokens, int64_t{700}, int64_t{33}}) {
+    for (const int64_t length : {tokens, int64_t{700}, int64_t{33}}) {
       std::vector<int32_t> cu{0};
-      while (cu.back() < kTokens) cu.push_back(static_cast<int32_t>(std::min(kTokens, cu.back() + length)));
+      while (cu.back() < tokens) cu.push_back(static_cast<int32_t>(std::min(tokens, cu.back() + length)));
       const std::vector<int32_t> budgets(cu.size() - 1, static_cast<int32_t>(length / 4));
       attention->forward(exec, 0, shape, {cu, budgets}, {q.view(), k.view(), v.view(), out.view(), lse.view()},
                          *states[0], false);
@@ -185,10 +187,10 @@ TEST_F(CudaAttentionTest, WhatIsReservedHoldsPlansOfAnyBudgets) {
 }
 
 TEST_F(CudaAttentionTest, ThresholdsMeetTheQuotaAndTravel) {
-  CudaAttentionOptions options = options_of(SelectionPattern::mass, 900);
+  CudaAttentionOptions options = options_of(SelectionPattern::mass, sized(900, 400));
   const auto attention = make_cuda_attention(options);
   const AttentionShape shape{8, 2, 64, 0.125f};
-  const std::vector<int32_t> cu{0, 5000};
+  const std::vector<int32_t> cu{0, sized(5000, 2000)};
   const CudaOperands in(shape, cu.back(), DType::bf16, 3);
   LearnedSelection learned;
   double density = 0;
@@ -198,7 +200,7 @@ TEST_F(CudaAttentionTest, ThresholdsMeetTheQuotaAndTravel) {
     density = attention->take_report().layers[0].density();
     learned = learn(learned, attention->take_observations());
   }
-  const auto topk = make_cuda_attention(options_of(SelectionPattern::topk, 900));
+  const auto topk = make_cuda_attention(options_of(SelectionPattern::topk, sized(900, 400)));
   run(*topk, in, {cu, {}}, DType::bf16);
   EXPECT_NEAR(density, topk->take_report().layers[0].density(), 0.08);
   ASSERT_EQ(learned.thresholds.size(), 1u);
@@ -243,11 +245,11 @@ TEST_F(CudaAttentionTest, VerticalSlashEqualsTheCpuOnTheSameLists) {
       const AttentionReport report = attention->take_report();
       EXPECT_EQ(report.layers[0].pairs, index.token_pairs());
       EXPECT_EQ(report.layers[0].causal_pairs, index.causal_token_pairs());
-      const SequenceTiles tiles = sequence_tiles(options.attention.selection, 1500, 600);
+      const SequenceTiles tiles = sequence_tiles(options.attention.selection, cu[1], 600);
       const BlockScoring scoring(BlockScore::moments, block);
       std::vector<float> statistics(BlockStatistics::floats(scoring, shape, tiles.blocks()));
       const Exec exec = cpu_exec();
-      BlockStatistics::fill(exec, shape, scoring, in.k.data(), 1500, statistics.data());
+      BlockStatistics::fill(exec, shape, scoring, in.k.data(), cu[1], statistics.data());
       const CoverageSample want =
           measure_coverage(exec, shape, tiles, {in.q.data(), in.k.data(), statistics.data(), scoring, 5, &index, 0});
       EXPECT_NEAR(report.samples[0].sample.held, want.held, 2e-4);
@@ -255,7 +257,7 @@ TEST_F(CudaAttentionTest, VerticalSlashEqualsTheCpuOnTheSameLists) {
 }
 
 TEST_F(CudaAttentionTest, VerticalSlashFindsWhatTheCpuFinds) {
-  const std::vector<int32_t> cu{0, 2000, 2900};
+  const auto cu = sized<std::vector<int32_t>>({0, 2000, 2900}, {0, 1000, 1700});
   const AttentionShape shapes[] = {{4, 2, 64, 0.125f}, {2, 2, 64, 0.125f}, {6, 2, 128, 0.09f}};
   for (const AttentionShape& shape : shapes)
     // Mostly the caps decide; few enough; the caps alone.

@@ -21,12 +21,12 @@ TEST_F(CudaAttentionTest, SelectsWhatTheCpuSelects) {
                                                           {1, DType::bf16, 8, SelectionOrder::causal},
                                                           {8, DType::bf16, 2, SelectionOrder::lookahead}}) {
     SCOPED_TRACE(fmt::format("score_tokens {} {} heads {}", score_tokens, dtype_name(dtype), heads));
-    CudaAttentionOptions options = options_of(SelectionPattern::topk, 900);
+    CudaAttentionOptions options = options_of(SelectionPattern::topk, sized(900, 400));
     options.attention.selection.score_tokens = score_tokens;
     options.attention.selection.order = order;
     const auto attention = make_cuda_attention(options);
     const AttentionShape shape{heads, 2, 64, 0.125f};
-    const std::vector<int32_t> cu{0, 3000, 5000};
+    const auto cu = sized<std::vector<int32_t>>({0, 3000, 5000}, {0, 1200, 2000});
     const CudaOperands in(shape, cu.back(), dtype, 3);
     BlockIndex index;
     run(*attention, in, {cu, {}}, dtype, &index);
@@ -67,14 +67,14 @@ TEST_F(CudaAttentionTest, SelectsByPlanesWhatTheCpuSelects) {
                         {SelectionPattern::mass, 8, 2, 64, 128, DType::bf16, 32, ahead}}) {
     SCOPED_TRACE(fmt::format("pattern {} {}:{} d{} block {} {} {} channels", static_cast<int>(c.pattern), c.heads,
                              c.kv_heads, c.d, c.block, dtype_name(c.dtype), c.channels));
-    CudaAttentionOptions options = planes_options(c.pattern, 900);
+    CudaAttentionOptions options = planes_options(c.pattern, sized(900, 400));
     options.attention.selection.block = c.block;
     options.attention.selection.score_channels = c.channels;
     options.attention.selection.order = c.order;
     options.portable = c.portable;
     // Mean queries are short: a large scale sets blocks apart.
     const AttentionShape shape{c.heads, c.kv_heads, c.d, 0.7f};
-    const std::vector<int32_t> cu{0, 3000, 5000};
+    const auto cu = sized<std::vector<int32_t>>({0, 3000, 5000}, {0, 1200, 2000});
     const CudaOperands in(shape, cu.back(), c.dtype, 3);
     const LearnedSelection learned = made_up_energies(shape, 3);
     const auto attention = make_cuda_attention(options);
@@ -96,9 +96,9 @@ TEST_F(CudaAttentionTest, SelectsByPlanesWhatTheCpuSelects) {
 TEST_F(CudaAttentionTest, ObservesEnergiesAndSelections) {
   for (const DType dtype : {DType::bf16, DType::f32}) {
     SCOPED_TRACE(dtype_name(dtype));
-    const CudaAttentionOptions options = planes_options(SelectionPattern::mass, 900);
+    const CudaAttentionOptions options = planes_options(SelectionPattern::mass, sized(900, 400));
     const AttentionShape shape{6, 2, 64, 0.7f};
-    const std::vector<int32_t> cu{0, 3000, 3000, 3517, 6000};
+    const auto cu = sized<std::vector<int32_t>>({0, 3000, 3000, 3517, 6000}, {0, 1200, 1200, 1417, 2000});
     const CudaOperands in(shape, cu.back(), dtype, 3);
     const auto attention = make_cuda_attention(options);
     attention->use(made_up_energies(shape, 3));
@@ -136,7 +136,7 @@ TEST_F(CudaAttentionTest, ObservesEnergiesAndSelections) {
     std::map<MassKey, MassCounts> masses;
     int64_t given = 0;
     for (const size_t s : {0u, 3u}) {
-      const SequenceTiles tiles = sequence_tiles(options.attention.selection, cu[s + 1] - cu[s], 900);
+      const SequenceTiles tiles = sequence_tiles(options.attention.selection, cu[s + 1] - cu[s], sized(900, 400));
       masses[mass_key(1, tiles)] += {0, 2 * wanted_blocks(tiles)};
       given += 2 * given_blocks(tiles);
     }
@@ -159,15 +159,15 @@ TEST_F(CudaAttentionTest, SingleKeysFindTheNeedle) {
   for (const DType dtype : {DType::bf16, DType::f32}) {
     SCOPED_TRACE(dtype_name(dtype));
     const AttentionShape shape{8, 2, 64, 0.125f};
-    const std::vector<int32_t> cu{0, 6000};
+    const std::vector<int32_t> cu{0, sized(6000, 3000)};
     CudaOperands in(shape, cu.back(), dtype, 3);
-    const int64_t needle = 1000, asks = 4991;
+    const int64_t needle = sized(1000, 500), asks = sized(4991, 2495);
     for (int c = 0; c < 64; ++c) {
       const float sign = c % 2 == 0 ? 1.0f : -1.0f;
       for (int h = 0; h < 2; ++h) in.k[(needle * 2 + h) * 64 + c] = 2.0f * sign;
       for (int h = 0; h < 8; ++h) in.q[(asks * 8 + h) * 64 + c] = 0.625f * sign;
     }
-    CudaAttentionOptions options = options_of(SelectionPattern::topk, 1300);
+    CudaAttentionOptions options = options_of(SelectionPattern::topk, sized(1300, 900));
     options.attention.selection.score_tokens = 1;
     const auto attention = make_cuda_attention(options);
     BlockIndex index;
@@ -198,14 +198,16 @@ TEST_F(CudaAttentionTest, MeasuresCoverageLikeTheCpu) {
                         {SelectionPattern::mass, SelectionOrder::lookahead, 128, 8, DType::bf16},
                         {SelectionPattern::window, SelectionOrder::causal, 128, 8, DType::bf16}}) {
     SCOPED_TRACE(fmt::format("pattern {} block {} heads {}", static_cast<int>(c.pattern), c.block, c.heads));
-    CudaAttentionOptions options = options_of(c.pattern, 900);
+    CudaAttentionOptions options = options_of(c.pattern, sized(900, 400));
     options.attention.selection.order = c.order;
     options.attention.selection.block = c.block;
     options.attention.selection.score_tokens = c.score_tokens;
     options.attention.coverage_rows = 7;
     const auto attention = make_cuda_attention(options);
     const AttentionShape shape{c.heads, 2, 64, 0.125f};
-    const std::vector<int32_t> cu{0, 3001, 3001, 3004, 3600, 6600};  // the empty one is not measured, short ones dense
+    const auto cu = sized<std::vector<int32_t>>(
+        {0, 3001, 3001, 3004, 3600, 6600},
+        {0, 1101, 1101, 1104, 1400, 2600});  // the empty one is not measured, short ones dense
     const CudaOperands in(shape, cu.back(), c.dtype, 3);
     BlockIndex index;
     run(*attention, in, {cu, {}}, c.dtype, &index, 1);
@@ -215,7 +217,7 @@ TEST_F(CudaAttentionTest, MeasuresCoverageLikeTheCpu) {
     size_t at = 0;
     for (int s = 0; s < 5; ++s) {
       if (cu[s] == cu[s + 1]) continue;
-      const SequenceTiles tiles = sequence_tiles(options.attention.selection, cu[s + 1] - cu[s], 900);
+      const SequenceTiles tiles = sequence_tiles(options.attention.selection, cu[s + 1] - cu[s], sized(900, 400));
       const float* k = in.k.data() + int64_t{cu[s]} * 2 * 64;
       const BlockScoring scoring(BlockScore::moments, c.block, c.score_tokens);
       std::vector<float> statistics(BlockStatistics::floats(scoring, shape, tiles.blocks()));
@@ -234,8 +236,8 @@ TEST_F(CudaAttentionTest, MeasuresCoverageLikeTheCpu) {
       for (size_t i = 0; i < want.curve.size(); ++i) EXPECT_NEAR(got.sample.curve[i], want.curve[i], 2e-3);
       held += want.held * static_cast<double>(tiles.tokens);
     }
-    EXPECT_EQ(report.layers[1].covered_tokens, 6600);
-    EXPECT_NEAR(report.layers[1].coverage, held, 2e-4 * 6600);
+    EXPECT_EQ(report.layers[1].covered_tokens, cu.back());
+    EXPECT_NEAR(report.layers[1].coverage, held, 2e-4 * cu.back());
     EXPECT_TRUE(attention->take_report().samples.empty());
   }
 }
@@ -245,11 +247,11 @@ TEST_F(CudaAttentionTest, MeasuresCoverageByPlanesLikeTheCpu) {
   for (const auto& [dtype, heads, block] :
        {std::tuple{DType::f32, 8, 128}, {DType::bf16, 14, 64}, {DType::bf16, 2, 256}}) {
     SCOPED_TRACE(fmt::format("{} heads {} block {}", dtype_name(dtype), heads, block));
-    CudaAttentionOptions options = planes_options(SelectionPattern::topk, 900);
+    CudaAttentionOptions options = planes_options(SelectionPattern::topk, sized(900, 400));
     options.attention.selection.block = block;
     options.attention.coverage_rows = 7;
     const AttentionShape shape{heads, 2, 64, 0.4f};
-    const std::vector<int32_t> cu{0, 3001, 3001, 6600};
+    const auto cu = sized<std::vector<int32_t>>({0, 3001, 3001, 6600}, {0, 1101, 1101, 2600});
     const CudaOperands in(shape, cu.back(), dtype, 3);
     const LearnedSelection learned = made_up_energies(shape, 3);
     const auto attention = make_cuda_attention(options);

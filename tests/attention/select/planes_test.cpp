@@ -13,13 +13,13 @@
 namespace sb {
 namespace {
 
-struct Inputs {
+struct PlaneInputs {
   AttentionShape shape;
   int64_t tokens;
   std::vector<float> q, k;
 
   // Channels differ in size and in mean, so that planes do too.
-  Inputs(int heads, int kv_heads, int d, int64_t n, uint64_t seed) : shape{heads, kv_heads, d, 0.3f}, tokens(n) {
+  PlaneInputs(int heads, int kv_heads, int d, int64_t n, uint64_t seed) : shape{heads, kv_heads, d, 0.3f}, tokens(n) {
     Random random(seed);
     std::vector<double> size(d), mean(d);
     for (double& x : size) x = std::exp(random.normal());
@@ -31,7 +31,7 @@ struct Inputs {
   }
 };
 
-PlaneSums measured(const Inputs& in, int threads) {
+PlaneSums measured(const PlaneInputs& in, int threads) {
   ThreadPool pool(threads);
   Exec exec;
   exec.pool = &pool;
@@ -39,7 +39,7 @@ PlaneSums measured(const Inputs& in, int threads) {
 }
 
 // E[q²] · Var[k] of a plane over the sampled tokens, the variance in two passes.
-double energy(const Inputs& in, int head, int plane) {
+double energy(const PlaneInputs& in, int head, int plane) {
   const int d = in.shape.head_dim, group = in.shape.group();
   double query = 0, key = 0, count = 0;
   for (int64_t t = 0; t < in.tokens; t += 16) ++count;
@@ -60,7 +60,7 @@ double energy(const Inputs& in, int head, int plane) {
 TEST(Planes, ThoseOfTheMostEnergyAreSelected) {
   for (const auto& [heads, kv_heads, d, tokens] :
        {std::tuple{8, 2, 16, 1000}, {7, 1, 64, 333}, {2, 2, 10, 5000}, {3, 3, 7, 90}}) {
-    const Inputs in(heads, kv_heads, d, tokens, 5);
+    const PlaneInputs in(heads, kv_heads, d, tokens, 5);
     const PlaneSums sums = measured(in, 2);
     EXPECT_EQ(sums.tokens, (tokens + 15) / 16);
     for (int channels = 2; channels <= d; channels += 2) {
@@ -95,7 +95,7 @@ TEST(Planes, ThoseOfTheMostEnergyAreSelected) {
 }
 
 TEST(Planes, SumsDoNotDependOnThreadsNorOnCuts) {
-  const Inputs in(4, 2, 16, 3001, 8);
+  const PlaneInputs in(4, 2, 16, 3001, 8);
   const PlaneSums one = measured(in, 1);
   for (const int threads : {2, 5}) EXPECT_EQ(measured(in, threads), one);
   // Cut at a block, as ranks that share a sequence do: the same tokens, added up in another order.

@@ -135,8 +135,8 @@ TEST(Staircase, TopkTakesTheBestInTurn) {
 }
 
 TEST(Staircase, LaterRowsNeverChangeEarlierSelections) {
-  using Kind = StaircaseRule::Kind;
-  for (const Kind kind : {Kind::topk, Kind::topp, Kind::mass}) {
+  using RuleKind = StaircaseRule::Kind;
+  for (const RuleKind kind : {RuleKind::topk, RuleKind::topp, RuleKind::mass}) {
     const SequenceTiles tiles = make_tiles(64 * 50, 16, 64 * 24);
     const int64_t tile = tiles.tiles() - 1, count = tiles.competing(tile);
     const std::vector<float> masses = random_masses(16, count, 3);

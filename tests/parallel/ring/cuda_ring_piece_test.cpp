@@ -10,6 +10,7 @@
 #include "device/context.h"
 #include "device/cuda.h"
 #include "parallel/ring/gpu/cuda_ring_attention.h"
+#include "tests/device/software_device.h"
 #include "tests/parallel/ring/cuda_ring_case.h"
 
 namespace sb {
@@ -201,7 +202,9 @@ INSTANTIATE_TEST_SUITE_P(Types, CudaRingPieces, testing::Values(DType::f32, DTyp
 
 // Pieces of one block, of which all ranks but one hold nothing, to pieces of several; odd lengths.
 TEST_P(CudaRingPieces, GiveWhatTheWholeGives) {
-  const AttentionCase c = rounded({shape_of(4, 2, 64), {1333}, 11, 2.0});
+  const AttentionCase c = rounded({shape_of(4, 2, 64), {test::sized(1333, 900)}, 11, 2.0});
+  const auto divisions =
+      test::sized<std::vector<std::pair<int, int>>>({{2, 128}, {2, 384}, {3, 640}, {1, 256}}, {{2, 128}, {3, 640}});
   struct Case {
     SelectionPattern pattern;
     BlockScore score = BlockScore::moments;
@@ -225,7 +228,7 @@ TEST_P(CudaRingPieces, GiveWhatTheWholeGives) {
     const AttentionResults<double> expected =
         reference_attention(c, dense ? sees_everything : sees_by(keeper.index, c.shape));
     const AttentionReport report = alone.take_report();
-    for (const auto& [ranks, piece] : {std::pair(2, 128), {2, 384}, {3, 640}, {1, 256}}) {
+    for (const auto& [ranks, piece] : divisions) {
       SCOPED_TRACE(testing::Message() << "pattern " << static_cast<int>(one.pattern) << ", blocks of " << one.block
                                       << ", " << ranks << " ranks, pieces of " << piece);
       const PieceResults got = run_pieces(c, {selection, GetParam(), ranks, piece, rows});
@@ -244,12 +247,12 @@ TEST_P(CudaRingPieces, GiveWhatTheWholeGives) {
 // The kernels for Hopper, where there are such: groups and dimensions that they take.
 TEST_P(CudaRingPieces, HaveManyHeadsToo) {
   for (const int head_dim : {64, 128}) {
-    const AttentionCase c = rounded({shape_of(16, 2, head_dim), {3000}, 12, 2.0});
+    const AttentionCase c = rounded({shape_of(16, 2, head_dim), {test::sized(3000, 900)}, 12, 2.0});
     SelectionConfig selection = config_of(SelectionPattern::topk);
     SparseAttention alone({selection, 1, 0});
     KeepIndex keeper(alone);
     run_attention(keeper, c, 1);
-    const PieceResults got = run_pieces(c, {selection, GetParam(), 2, 1024});
+    const PieceResults got = run_pieces(c, {selection, GetParam(), 2, test::sized(1024, 384)});
     expect_close(got.whole, reference_attention(c, sees_by(keeper.index, c.shape)), tolerance());
   }
 }

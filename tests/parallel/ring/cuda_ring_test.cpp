@@ -10,6 +10,7 @@
 #include "device/cuda.h"
 #include "device/memory.h"
 #include "parallel/ring/gpu/cuda_ring_attention.h"
+#include "tests/device/software_device.h"
 #include "tests/parallel/ring/cuda_ring_case.h"
 
 namespace sb {
@@ -125,10 +126,12 @@ class CudaRing : public testing::TestWithParam<DType> {
 INSTANTIATE_TEST_SUITE_P(Types, CudaRing, testing::Values(DType::f32, DType::bf16),
                          [](const auto& given) { return std::string(dtype_name(given.param)); });
 
-const std::vector<int32_t> kLengths = {1100, 3, 129, 640, 257};
+std::vector<int32_t> lengths() {
+  return test::sized<std::vector<int32_t>>({1100, 3, 129, 640, 257}, {700, 3, 129, 257});
+}
 
 TEST_P(CudaRing, DenseEqualsTheDefinition) {
-  const AttentionCase c = rounded({shape_of(4, 2, 64), kLengths, 3});
+  const AttentionCase c = rounded({shape_of(4, 2, 64), lengths(), 3});
   const AttentionResults<double> expected = reference_attention(c, sees_everything);
   for (const auto& [ranks, node_size] : {std::pair(1, 0), {2, 0}, {3, 0}, {4, 0}, {4, 2}}) {
     SCOPED_TRACE(fmt::format("{} ranks in nodes of {}", ranks, node_size));
@@ -156,9 +159,13 @@ TEST_P(CudaRing, RanksWithoutTokensPassKeysOn) {
 }
 
 TEST_P(CudaRing, GivenListsEqualTheDefinition) {
-  const AttentionCase c = rounded({shape_of(4, 2, 64), kLengths, 4});
+  const AttentionCase c = rounded({shape_of(4, 2, 64), lengths(), 4});
   for (const SelectionPattern pattern : {SelectionPattern::topk, SelectionPattern::vertical_slash}) {
-    const SelectionConfig config = config_of(pattern);
+    SelectionConfig config = config_of(pattern);
+    if (test::on_software_device()) {
+      config.budget = config.dense_below = 256;
+      config.slash_cap = 2;
+    }
     // What one rank selects.
     SparseAttention one({config, 1, 0});
     ThreadPool pool(2);
@@ -271,20 +278,22 @@ INSTANTIATE_TEST_SUITE_P(
 TEST_P(CudaRingSelections, AreThoseOfOneGpu) {
   const auto& [dtype, pattern] = GetParam();
   const int32_t times = pattern.block == 256 ? 2 : 1;  // blocks enough to select among
-  const AttentionCase c = rounded({shape_of(4, 2, 64), {1900 * times, 3, 129, 1240 * times, 257}, 6});
+  const bool small = test::on_software_device();
+  const auto [longest, second] = small ? std::pair(900, 260) : std::pair(1900, 1240);
+  const AttentionCase c = rounded({shape_of(4, 2, 64), {longest * times, 3, 129, second * times, 257}, 6});
   SelectionConfig config = config_of(pattern.pattern);
   config.order = pattern.order;
   config.block = pattern.block;
   config.query_block = pattern.query_block;
   config.score_tokens = pattern.score_tokens;
   config.score = pattern.score;
-  config.budget = 6 * config.block;
-  config.dense_below = 600;
+  config.budget = (small ? 2 : 6) * config.block;
+  config.dense_below = small ? 300 : 600;
   config.coverage = 0.8;
   const OneGpu one = run_one(c, config, dtype, 3);
   ASSERT_LT(one.selected.token_pairs(), one.selected.causal_token_pairs() * 9 / 10);
   const AttentionResults<double> expected = reference_attention(c, sees_by(one.selected, c.shape));
-  for (const int ranks : {1, 2, 3}) {
+  for (const int ranks : small ? std::vector<int>{3} : std::vector<int>{1, 2, 3}) {
     SCOPED_TRACE(fmt::format("{} ranks", ranks));
     RingSays says;
     const AttentionResults<float> got = run_ring(c, {config, dtype, ranks, 0, nullptr, 3, true}, &says);
@@ -328,14 +337,15 @@ TEST_P(CudaRingSelections, AreThoseOfOneGpu) {
 }
 
 TEST_P(CudaRing, DeterministicOnesGiveTheSameBits) {
-  const AttentionCase c = rounded({shape_of(16, 2, 64), {6000, 400, 2000}, 9});
+  const auto sequences = test::sized<std::vector<int32_t>>({6000, 400, 2000}, {520, 130});
+  const AttentionCase c = rounded({shape_of(16, 2, 64), sequences, 9});
   for (const SelectionPattern pattern : {SelectionPattern::dense, SelectionPattern::topk})
     for (const bool on_device : {true, false}) {
       SCOPED_TRACE(
           fmt::format("pattern {}, lists on the {}", static_cast<int>(pattern), on_device ? "device" : "host"));
       const RingRun run{config_of(pattern), GetParam(), 2, 0, nullptr, 0, on_device, true};
       const AttentionResults<float> first = run_ring(c, run);
-      for (int i = 0; i < 3; ++i) {
+      for (int i = 0; i < test::sized(3, 1); ++i) {
         const AttentionResults<float> again = run_ring(c, run);
         EXPECT_TRUE(again.out == first.out && again.dq == first.dq && again.dk == first.dk && again.dv == first.dv);
       }
@@ -344,6 +354,7 @@ TEST_P(CudaRing, DeterministicOnesGiveTheSameBits) {
 
 // Scores of so many key blocks do not fit a multiprocessor's memory.
 TEST_P(CudaRing, LongSequencesSelectWhatOneGpuSelects) {
+  if (test::on_software_device()) GTEST_SKIP() << "70,001 tokens would take a software device an hour";
   const AttentionCase c = rounded({shape_of(2, 1, 64), {70'001}, 8});
   SelectionConfig config = config_of(SelectionPattern::topk);
   config.budget = 1024;
@@ -361,9 +372,9 @@ TEST_P(CudaRing, ScratchIsUsedAsPlanned) {
   for (const auto& [pattern, ranks] :
        {std::pair(SelectionPattern::dense, 2), {SelectionPattern::topk, 4}, {SelectionPattern::mass, 2}}) {
     SelectionConfig config = config_of(pattern);
-    config.budget = 1024;
-    config.dense_below = 1024;
-    const AttentionCase c = rounded({shape_of(16, 2, 64), {4096 * ranks}, 7});
+    const int32_t part = test::sized(4096, 384);
+    config.budget = config.dense_below = part / 4;
+    const AttentionCase c = rounded({shape_of(16, 2, 64), {part * ranks}, 7});
     RingSays says;
     run_ring(c, {config, GetParam(), ranks, 0, nullptr, 0, true}, &says);
     for (size_t r = 0; r < says.scratch_used.size(); ++r) {
@@ -376,8 +387,9 @@ TEST_P(CudaRing, ScratchIsUsedAsPlanned) {
 
 // Micro-batches of ever-changing lengths and budgets: after the first step nothing is allocated.
 TEST_P(CudaRing, StepsTakeNoMemory) {
-  constexpr int kRanks = 2, kLayers = 3, kSteps = 20;
-  constexpr int64_t kWhole = 8192;
+  constexpr int kRanks = 2, kLayers = 3;
+  const int steps = test::sized(20, 12);
+  const int64_t whole = test::sized(8192, 384);
   const AttentionShape s = shape_of(4, 2, 64);
   struct Kind {
     SelectionPattern pattern;
@@ -388,7 +400,7 @@ TEST_P(CudaRing, StepsTakeNoMemory) {
   for (const Kind& kind :
        {Kind{SelectionPattern::dense, 640, -1, 640},
         {SelectionPattern::topk, 640, -1, 640},
-        {SelectionPattern::topk, 2 * kWhole, 0, 1, 4}}) {  // it covers everything, but lower ones do not
+        {SelectionPattern::topk, 2 * whole, 0, 1, 4}}) {  // it covers everything, but lower ones do not
     SCOPED_TRACE(fmt::format("pattern {} budget {}", static_cast<int>(kind.pattern), kind.budget));
     RingAttention::Options options{config_of(kind.pattern), kLayers};
     options.selection.budget = kind.budget;
@@ -407,7 +419,7 @@ TEST_P(CudaRing, StepsTakeNoMemory) {
       const auto group = world.split(0, world.rank(), "cp");
       const auto data = make_staged_communicator(world, {DeviceKind::cuda, context.exec().stream}, 1 << 16);
       const auto ring = make_cuda_ring_attention(*group, *data, options);
-      const int64_t most = ContextLayout::most_tokens(kRanks, options.selection.block, kWhole, kWhole / 64);
+      const int64_t most = ContextLayout::most_tokens(kRanks, options.selection.block, whole, whole / 64);
       const Shape queries = {most, s.heads, s.head_dim}, keys = {most, s.kv_heads, s.head_dim};
       const std::vector<float> ones(static_cast<size_t>(queries.elements()), 1.0f);
       const DeviceTensor q(options.dtype, queries, ones), k(options.dtype, keys, ones), v(options.dtype, keys, ones),
@@ -420,10 +432,10 @@ TEST_P(CudaRing, StepsTakeNoMemory) {
       for (int layer = 0; layer < kLayers; ++layer) states.push_back(ring->make_state());
       ring->reserve(s, most, options.dtype, states);
       Random random(7);  // the same lengths and budgets on all ranks
-      for (int step = 0; step < kSteps; ++step) {
+      for (int step = 0; step < steps; ++step) {
         std::vector<int32_t> cu_seqlens = {0};
-        const int64_t end = step == 9 ? kWhole : 1 + static_cast<int64_t>(random.below(kWhole));
-        while (cu_seqlens.back() < end && std::ssize(cu_seqlens) <= kWhole / 64) {
+        const int64_t end = step == 9 ? whole : 1 + static_cast<int64_t>(random.below(whole));
+        while (cu_seqlens.back() < end && std::ssize(cu_seqlens) <= whole / 64) {
           const auto left = static_cast<uint64_t>(end - cu_seqlens.back());
           cu_seqlens.push_back(cu_seqlens.back() + (step == 9    ? static_cast<int32_t>(left)
                                                     : step == 11 ? std::min(64, static_cast<int32_t>(left))

@@ -9,6 +9,7 @@
 #include "comm/thread_communicator.h"
 #include "core/random.h"
 #include "tests/attention/sparse_cases.h"
+#include "tests/parallel/ring/placements.h"
 
 namespace sb {
 namespace {
@@ -96,9 +97,6 @@ AttentionResults<float> run_ring(const AttentionCase& c, const RingRun& run) {
   return whole;
 }
 
-constexpr ContextPlacement kPlacements[] = {ContextPlacement::zigzag, ContextPlacement::striped,
-                                            ContextPlacement::shifted, ContextPlacement::triangular};
-
 RingAttention::Options options_of(const SelectionConfig& config, ContextPlacement placement, int node_size = 0) {
   return {config, 1, placement, node_size};
 }
@@ -176,9 +174,9 @@ struct RingSelectCase {
 };
 class RingSelects : public testing::TestWithParam<std::tuple<RingSelectCase, int>> {};
 
-class KeepIndex final : public ForwardingAttention {
+class KeepLastIndex final : public ForwardingAttention {
  public:
-  KeepIndex(SparseAttention& inner, std::vector<int32_t> budgets, int steps)
+  KeepLastIndex(SparseAttention& inner, std::vector<int32_t> budgets, int steps)
       : ForwardingAttention(inner), budgets_(std::move(budgets)), steps_(steps) {}
   void forward(const Exec& exec, int layer, const AttentionShape& shape, const PackedSequences& sequences,
                const AttentionOperands& operands, AttentionState& state, bool replay) override {
@@ -209,7 +207,7 @@ TEST_P(RingSelects, WhatOneRankDoes) {
   const std::vector<int32_t> budgets = {384, 384, 384, 448};
   const int coverage_rows = param.pattern == Pattern::dense ? 0 : 7;
   SparseAttention alone({config, 1, coverage_rows});
-  KeepIndex keeper(alone, budgets, 3);  // several times: nothing is carried on from call to call
+  KeepLastIndex keeper(alone, budgets, 3);  // several times: nothing is carried on from call to call
   const AttentionResults<float> expected = run_attention(keeper, c, 1);
 
   std::vector<BlockIndex> selected;
@@ -290,7 +288,7 @@ TEST(RingAttention, BestPairsOfASequenceWithTies) {
     config.budget = 300;
     config.dense_below = 0;
     SparseAttention alone({config, 1, 0});
-    KeepIndex keeper(alone, {300, 300, 300}, 1);
+    KeepLastIndex keeper(alone, {300, 300, 300}, 1);
     run_attention(keeper, c, 1);
     const BlockIndex& expected = keeper.index;
     ASSERT_LT(expected.token_pairs(), expected.causal_token_pairs() * 9 / 10);

@@ -2,12 +2,10 @@
 
 #include "core/random.h"
 #include "parallel/ring/context_layout.h"
+#include "tests/parallel/ring/placements.h"
 
 namespace sb {
 namespace {
-
-constexpr ContextPlacement kPlacements[] = {ContextPlacement::zigzag, ContextPlacement::striped,
-                                            ContextPlacement::shifted, ContextPlacement::triangular};
 
 TEST(ContextOwner, IsAsDescribed) {
   for (int64_t b = 0; b < 100; ++b) {

@@ -129,23 +129,23 @@ double share_used(const MemoryCase& c) {
   return share;
 }
 
-AttentionShape shape_of(int heads, int kv_heads, int head_dim) {
+AttentionShape heads_of(int heads, int kv_heads, int head_dim) {
   return {heads, kv_heads, head_dim, 1.0f};
 }
 
 // Places of a pass around twice the multiprocessors: few columns are cut finer than many.
 TEST(RingMemory, ScratchHoldsThePassesOfOneSequence) {
   using enum SelectionPattern;
-  for (const MemoryCase& c : std::vector<MemoryCase>{{shape_of(16, 2, 128), dense, 2, 128, {16384}},
-                                                     {shape_of(16, 2, 128), topk, 2, 128, {16384}},
-                                                     {shape_of(16, 2, 128), dense, 2, 128, {12288}},
-                                                     {shape_of(14, 2, 64), dense, 2, 128, {16384}},
-                                                     {shape_of(16, 2, 128), topk, 4, 128, {32768}},
-                                                     {shape_of(8, 2, 128), mass, 4, 128, {32768}},
-                                                     {shape_of(8, 1, 128), dense, 2, 128, {32768}},
-                                                     {shape_of(16, 2, 128), dense, 2, 128, {16384}, DType::f32},
-                                                     {shape_of(16, 2, 64), topk, 2, 64, {9000}},
-                                                     {shape_of(16, 2, 64), topk, 3, 256, {20000}}}) {
+  for (const MemoryCase& c : std::vector<MemoryCase>{{heads_of(16, 2, 128), dense, 2, 128, {16384}},
+                                                     {heads_of(16, 2, 128), topk, 2, 128, {16384}},
+                                                     {heads_of(16, 2, 128), dense, 2, 128, {12288}},
+                                                     {heads_of(14, 2, 64), dense, 2, 128, {16384}},
+                                                     {heads_of(16, 2, 128), topk, 4, 128, {32768}},
+                                                     {heads_of(8, 2, 128), mass, 4, 128, {32768}},
+                                                     {heads_of(8, 1, 128), dense, 2, 128, {32768}},
+                                                     {heads_of(16, 2, 128), dense, 2, 128, {16384}, DType::f32},
+                                                     {heads_of(16, 2, 64), topk, 2, 64, {9000}},
+                                                     {heads_of(16, 2, 64), topk, 3, 256, {20000}}}) {
     const double share = share_used(c);
     EXPECT_LE(share, 1.0) << c.shape.heads << ":" << c.shape.kv_heads << " d" << c.shape.head_dim << " " << c.lengths[0]
                           << " tokens on " << c.ranks << " ranks";
@@ -157,7 +157,7 @@ TEST(RingMemory, ScratchHoldsThePassesOfManySequences) {
   Random random(3);
   for (int i = 0; i < 40; ++i) {
     const int kv_heads = 1 << random.below(4);
-    MemoryCase c{shape_of(kv_heads * static_cast<int>(1 + random.below(8)), kv_heads, random.below(2) == 0 ? 64 : 128),
+    MemoryCase c{heads_of(kv_heads * static_cast<int>(1 + random.below(8)), kv_heads, random.below(2) == 0 ? 64 : 128),
                  random.below(2) == 0 ? SelectionPattern::topk : SelectionPattern::dense,
                  static_cast<int>(1 + random.below(4)),
                  64 << random.below(3),
@@ -184,7 +184,7 @@ TEST(RingMemory, IsNoLargerWhereEverySequenceSelects) {
         of_most{most, kRanks, kMultiprocessors, travel, nullptr, true};
     const auto planned = [](int64_t bytes) { return static_cast<double>(bytes); };
     constexpr int64_t kTokens = 131072;
-    const AttentionShape shape = shape_of(16, 2, 128);
+    const AttentionShape shape = heads_of(16, 2, 128);
     EXPECT_LE(planned(of_all.scratch_bytes(shape, kTokens, 1)),
               1.05 * planned(of_most.scratch_bytes(shape, kTokens, 1)));
     EXPECT_LE(planned(of_all.state_bytes(shape, kTokens)), 1.05 * planned(of_most.state_bytes(shape, kTokens)));

@@ -12,11 +12,11 @@ namespace {
 using Pattern = SelectionPattern;
 using Order = SelectionOrder;
 
-struct RingSelectCase {
+struct RingPlanesCase {
   Pattern pattern;
   Order order;
 };
-class RingPlanes : public testing::TestWithParam<std::tuple<RingSelectCase, int>> {
+class RingPlanes : public testing::TestWithParam<std::tuple<RingPlanesCase, int>> {
  protected:
   RingPlanes() {
     config_.pattern = std::get<0>(GetParam()).pattern;
@@ -142,11 +142,11 @@ TEST_P(RingPlanes, SelectAndMeasureAsOneRankDoes) {
 }
 
 INSTANTIATE_TEST_SUITE_P(Ring, RingPlanes,
-                         testing::Combine(testing::Values(RingSelectCase{Pattern::topk, Order::causal},
-                                                          RingSelectCase{Pattern::topk, Order::lookahead},
-                                                          RingSelectCase{Pattern::topp, Order::causal},
-                                                          RingSelectCase{Pattern::mass, Order::causal},
-                                                          RingSelectCase{Pattern::mass, Order::lookahead}),
+                         testing::Combine(testing::Values(RingPlanesCase{Pattern::topk, Order::causal},
+                                                          RingPlanesCase{Pattern::topk, Order::lookahead},
+                                                          RingPlanesCase{Pattern::topp, Order::causal},
+                                                          RingPlanesCase{Pattern::mass, Order::causal},
+                                                          RingPlanesCase{Pattern::mass, Order::lookahead}),
                                           testing::Values(1, 2, 4)));
 
 }  // namespace

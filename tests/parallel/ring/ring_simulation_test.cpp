@@ -4,11 +4,10 @@
 
 #include <set>
 
+#include "tests/parallel/ring/placements.h"
+
 namespace sb {
 namespace {
-
-constexpr ContextPlacement kPlacements[] = {ContextPlacement::zigzag, ContextPlacement::striped,
-                                            ContextPlacement::shifted, ContextPlacement::triangular};
 
 // Four nodes of eight, times as published for one attention call (milliseconds).
 TEST(RingSimulation, HidesTheOuterRing) {

@@ -12,7 +12,7 @@
 #include "tests/plan/planner/planned_steps.h"
 #include "train/make_planner.h"
 
-namespace sb::testing {
+namespace sb::test {
 namespace {
 
 double metric(const std::vector<Metric>& metrics, const std::string& name) {
@@ -297,4 +297,4 @@ TEST(BalancedPlannerConfig, TakesItFromTheRun) {
 }
 
 }  // namespace
-}  // namespace sb::testing
+}  // namespace sb::test

@@ -16,7 +16,7 @@
 #include "tests/data/temporary_folder.h"
 #include "tests/plan/planner/planned_steps.h"
 
-namespace sb::testing {
+namespace sb::test {
 namespace {
 
 std::string checksum_of(const std::string& text) {
@@ -507,4 +507,4 @@ TEST(RecordedPlans, SayWhenTheFileCannotBeRead) {
 }
 
 }  // namespace
-}  // namespace sb::testing
+}  // namespace sb::test

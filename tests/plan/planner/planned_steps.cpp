@@ -8,7 +8,7 @@
 #include "core/errors.h"
 #include "core/random.h"
 
-namespace sb::testing {
+namespace sb::test {
 
 ModelShape shape() {
   ModelShape shape;
@@ -108,4 +108,4 @@ std::string error_of(const std::function<void()>& body) {
   return "";
 }
 
-}  // namespace sb::testing
+}  // namespace sb::test

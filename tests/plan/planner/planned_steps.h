@@ -9,7 +9,7 @@
 
 #include "plan/planner/balanced_planner.h"
 
-namespace sb::testing {
+namespace sb::test {
 
 constexpr int kLayers = 4;
 
@@ -29,4 +29,4 @@ double steady(int64_t step);
 // What a UserError says; empty without one.
 std::string error_of(const std::function<void()>& body);
 
-}  // namespace sb::testing
+}  // namespace sb::test

@@ -6,6 +6,7 @@
 #include "attention/gpu/launch/check.cuh"
 #include "attention/gpu/launch/head_dims.h"
 #include "device/cuda_floats.cuh"
+#include "device/kernel.cuh"
 
 namespace sb::gpu {
 namespace {
@@ -47,8 +48,8 @@ __device__ float max_all(float x, float* room) {
 // parts of the block whose statistics the shared memory holds; the exact part comes with the first of them.
 __global__ void __launch_bounds__(kThreads)
     blocks_kernel(const __grid_constant__ CoverageParams args, const int at_once) {
-  extern __shared__ __align__(16) float shared[];  // q of kHeads heads; of every part mean and variance
-  __shared__ float room[kThreads / 32];
+  SB_DYNAMIC_SHARED(float, shared, 16);  // q of kHeads heads; of every part mean and variance
+  SB_SHARED(float, room, [kThreads / 32]);
   const CoverageBlock measured = measured_block(args, blockIdx.x);
   const CoverageSequence sequence = args.sequences[measured.sequence];
   const int block = measured.block, kv = blockIdx.y;
@@ -157,7 +158,7 @@ __global__ void __launch_bounds__(kThreads)
 // One measured token under one key/value head: what its list holds, and the curve over budgets.
 template <typename T>
 __global__ void __launch_bounds__(kRankThreads) ranks_kernel(const __grid_constant__ CoverageParams args) {
-  __shared__ float room[kRankThreads / 32];
+  SB_SHARED(float, room, [kRankThreads / 32]);
   const int number = args.own_tokens != nullptr ? args.own_tokens[blockIdx.x] : blockIdx.x;
   const CoverageToken token = args.tokens[number];
   const CoverageSequence sequence = args.sequences[token.sequence];
@@ -206,7 +207,7 @@ __global__ void __launch_bounds__(kRankThreads) ranks_kernel(const __grid_consta
   };
 
   // Of every query head, a warp each: the log of the row's sum, and of the sum of the estimates.
-  extern __shared__ __align__(16) float2 logs[];
+  SB_DYNAMIC_SHARED(float2, logs, 16);
   const auto triples = [&](int h) { return block_triple(args, sequence, local, kv * group + h, 0); };
   for (int h = threadIdx.x / 32; h < group; h += kRankThreads / 32) {
     const float* from = triples(h);
@@ -293,7 +294,7 @@ void measure_blocks(const CoverageParams& p, Precision precision, void* stream) 
     // More would leave too few thread blocks per multiprocessor.
     const int at_once = std::min(p.parts, std::max(1, 32 * 1024 / (2 * p.shape.head_dim * 4)));
     const size_t bytes = (kHeads + 2 * at_once) * p.shape.head_dim * sizeof(float);
-    blocks_kernel<<<dim3(count, p.shape.kv_heads), kThreads, bytes, cuda_stream>>>(p, at_once);
+    launch_kernel(blocks_kernel, {dim3(count, p.shape.kv_heads), kThreads, bytes, cuda_stream}, p, at_once);
     check(cudaGetLastError(), "coverage of key blocks");
   }
   if (p.planes != nullptr) plane_coverage_blocks(p, count, precision, cuda_stream);
@@ -305,8 +306,9 @@ void measure_tokens(const CoverageParams& p, Precision precision, void* stream) 
   const auto ranks = precision == Precision::fp32 ? ranks_kernel<float> : ranks_kernel<__nv_bfloat16>;
   // For an even number of heads: the compiler reads `logs` in pairs, of 16 bytes, the last of an odd group included.
   const size_t pairs = (p.shape.query_heads / p.shape.kv_heads + 1) / 2;
-  ranks<<<dim3(count, p.shape.kv_heads), kRankThreads, pairs * 2 * sizeof(float2), static_cast<cudaStream_t>(stream)>>>(
-      p);
+  launch_kernel(
+      ranks,
+      {dim3(count, p.shape.kv_heads), kRankThreads, pairs * 2 * sizeof(float2), static_cast<cudaStream_t>(stream)}, p);
   check(cudaGetLastError(), "coverage of tokens");
 }
 

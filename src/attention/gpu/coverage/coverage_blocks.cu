@@ -4,6 +4,7 @@
 
 #include "attention/gpu/launch/check.cuh"
 #include "attention/gpu/portable/portable.cuh"
+#include "device/kernel.cuh"
 
 namespace sb::gpu {
 namespace {
@@ -25,7 +26,7 @@ struct Layout {
 
 template <int D>
 __global__ void __launch_bounds__(128) blocks_kernel(const __grid_constant__ CoverageParams args, const int at_once) {
-  extern __shared__ __align__(16) unsigned char raw[];
+  SB_DYNAMIC_SHARED(unsigned char, raw, 16);
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   const CoverageBlock measured = measured_block(args, blockIdx.x);
   const CoverageSequence sequence = args.sequences[measured.sequence];
@@ -149,7 +150,7 @@ void tensor_coverage_blocks(const CoverageParams& p, int count, cudaStream_t str
     const int at_once = std::min(p.parts, std::max(1, 16 * 1024 / (2 * D * 4)));
     const int bytes = Layout<D>::bytes(p.block / 64, at_once);
     allow_shared_memory(blocks_kernel<D>, bytes, "shared memory of the coverage");
-    blocks_kernel<D><<<dim3(count, p.shape.kv_heads), 128, bytes, stream>>>(p, at_once);
+    launch_kernel(blocks_kernel<D>, {dim3(count, p.shape.kv_heads), 128, bytes, stream}, p, at_once);
     check(cudaGetLastError(), "coverage of key blocks");
   });
 }

@@ -1,6 +1,7 @@
 #include "attention/gpu/coverage/coverage_blocks.cuh"
 #include "attention/gpu/launch/check.cuh"
 #include "device/cuda_floats.cuh"
+#include "device/kernel.cuh"
 
 namespace sb::gpu {
 namespace {
@@ -13,8 +14,8 @@ using cuda::to_float;
 // largest product of a token's mean query with one of the keys, the same for all heads of the group.
 template <typename T>
 __global__ void __launch_bounds__(kThreads) estimates_kernel(const __grid_constant__ CoverageParams args) {
-  extern __shared__ float query[];  // [channels]
-  __shared__ float room[kThreads / 32];
+  SB_DYNAMIC_SHARED(float, query);  // [channels]
+  SB_SHARED(float, room, [kThreads / 32]);
   const CoverageBlock measured = measured_block(args, blockIdx.x);
   const CoverageSequence sequence = args.sequences[measured.sequence];
   const int block = measured.block, kv = blockIdx.y;
@@ -55,7 +56,7 @@ __global__ void __launch_bounds__(kThreads) estimates_kernel(const __grid_consta
 
 void plane_coverage_blocks(const CoverageParams& p, int count, Precision precision, cudaStream_t stream) {
   const auto kernel = precision == Precision::fp32 ? estimates_kernel<float> : estimates_kernel<__nv_bfloat16>;
-  kernel<<<dim3(count, p.shape.kv_heads), kThreads, p.plane_channels * sizeof(float), stream>>>(p);
+  launch_kernel(kernel, {dim3(count, p.shape.kv_heads), kThreads, p.plane_channels * sizeof(float), stream}, p);
   check(cudaGetLastError(), "coverage by planes");
 }
 

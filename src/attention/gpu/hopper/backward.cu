@@ -5,6 +5,7 @@
 #include "attention/gpu/hopper/prepare.cuh"
 #include "attention/gpu/hopper/wgmma.cuh"
 #include "attention/gpu/launch/early.cuh"
+#include "device/kernel.cuh"
 
 namespace sb::gpu {
 namespace {
@@ -252,10 +253,8 @@ struct Consumer {
   // Until all gathered columns are summed: items that came before this one, so that somebody works on them.
   __device__ void wait_gathered() {
     const int wanted = 2 * args.gathered_items();
-    int done;
-    do {
-      asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(done) : "l"(args.gathered_done) : "memory");
-    } while (done < wanted);
+    while (load_acquire(args.gathered_done) < wanted) {
+    }
   }
 
   __device__ void add_gathered(const BackwardItem& item) {
@@ -410,7 +409,7 @@ __global__ void __launch_bounds__(kThreads, 1)
                     const __grid_constant__ CUtensorMap gathered_k_map,
                     const __grid_constant__ CUtensorMap gathered_v_map, const __grid_constant__ CUtensorMap sums_k_map,
                     const __grid_constant__ CUtensorMap sums_v_map, const __grid_constant__ Arguments args) {
-  extern __shared__ __align__(1024) unsigned char raw[];
+  SB_DYNAMIC_SHARED(unsigned char, raw, 1024);
   Smem<D>& smem = *reinterpret_cast<Smem<D>*>(raw);
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   if (threadIdx.x == 0) {
@@ -503,7 +502,7 @@ void launch(const BackwardParams& p, cudaStream_t stream) {
   check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, sizeof(Smem<D>)),
         "shared memory of the backward");
   const int grid = static_cast<int>(std::min<int64_t>(items, multiprocessors()));
-  launch_early(kernel, grid, kThreads, sizeof(Smem<D>), stream, rows(p.q), rows(p.d_o), k_map, v_map, gathered_k_map,
+  launch_early(kernel, {grid, kThreads, sizeof(Smem<D>), stream}, rows(p.q), rows(p.d_o), k_map, v_map, gathered_k_map,
                gathered_v_map, sums_k, sums_v, args);
 }
 

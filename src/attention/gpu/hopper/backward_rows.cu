@@ -3,6 +3,7 @@
 #include "attention/gpu/hopper/row_loader.cuh"
 #include "attention/gpu/hopper/wgmma.cuh"
 #include "attention/gpu/launch/early.cuh"
+#include "device/kernel.cuh"
 
 namespace sb::gpu {
 namespace {
@@ -178,7 +179,7 @@ __global__ void __launch_bounds__(kThreads, 1)
                          const __grid_constant__ CUtensorMap gathered_k_map,
                          const __grid_constant__ CUtensorMap gathered_v_map, const __grid_constant__ Arguments args) {
   using Memory = Smem<D, kGathered, kHalves>;
-  extern __shared__ __align__(1024) unsigned char raw[];
+  SB_DYNAMIC_SHARED(unsigned char, raw, 1024);
   Memory& smem = *reinterpret_cast<Memory*>(raw);
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   if (threadIdx.x == 0) init_row_barriers(smem);
@@ -225,7 +226,7 @@ void launch(const BackwardParams& p, cudaStream_t stream) {
   check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes),
         "shared memory of the backward");
   const int grid = p.row_item_count < multiprocessors() ? p.row_item_count : multiprocessors();
-  launch_early(kernel, grid, kThreads, kBytes, stream, rows(p.q), rows(p.d_o), k_map, v_map, gathered_k_map,
+  launch_early(kernel, {grid, kThreads, kBytes, stream}, rows(p.q), rows(p.d_o), k_map, v_map, gathered_k_map,
                gathered_v_map, args);
 }
 

@@ -2,6 +2,7 @@
 #include "attention/gpu/hopper/row_loader.cuh"
 #include "attention/gpu/hopper/wgmma.cuh"
 #include "attention/gpu/launch/early.cuh"
+#include "device/kernel.cuh"
 
 namespace sb::gpu {
 namespace {
@@ -181,7 +182,7 @@ struct Consumer {
 #pragma unroll
         for (int e = 0; e < 2; ++e) top[e] = fmaxf(top[e], of[i + e]);
       float row = fmaxf(top[0], top[1]);
-      asm volatile("" : "+f"(row));  // or the compiler puts all of it behind a branch
+      hide(row);  // or the compiler puts all of it behind a branch
       if (!hidden(h, which)) m = fmaxf(m, row);
     }
     m = fmaxf(m, __shfl_xor_sync(~0u, m, 1));
@@ -200,7 +201,7 @@ struct Consumer {
       for (int i = 0; i < kBlock / 2 / kBlocks; i += 4)
         top[i / 4 % 2] = __vimax3_s32(top[i / 4 % 2], __float_as_int(of[i]), __float_as_int(of[i + 1]));
       int row = max(top[0], top[1]);
-      asm volatile("" : "+r"(row));
+      hide(row);
       if (!hidden(h, which)) m = max(m, row);
     }
     m = max(m, __shfl_xor_sync(~0u, m, 1));
@@ -428,7 +429,7 @@ __global__ void __launch_bounds__(kThreads, 1)
                    const __grid_constant__ CUtensorMap v_map, const __grid_constant__ CUtensorMap gathered_k_map,
                    const __grid_constant__ CUtensorMap gathered_v_map, const __grid_constant__ Arguments args) {
   using Memory = Smem<D, kGathered, kHalves>;
-  extern __shared__ __align__(1024) unsigned char raw[];
+  SB_DYNAMIC_SHARED(unsigned char, raw, 1024);
   Memory& smem = *reinterpret_cast<Memory*>(raw);
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   if (threadIdx.x == 0) {
@@ -486,13 +487,13 @@ void launch(const ForwardParams& p, cudaStream_t stream) {
                        static_cast<__nv_bfloat16*>(p.o),
                        p.lse,
                        0};
-  launch_early(clear_counter_kernel, 1, 32, 0, stream, p.counter);
+  launch_early(clear_counter_kernel, {1, 32, 0, stream}, p.counter);
   constexpr size_t kBytes = sizeof(Smem<D, kGathered, kHalves>);
   const auto kernel = forward_kernel<D, kGathered, kHalves>;
   check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes),
         "shared memory of the forward");
   const int grid = p.item_count < multiprocessors() ? p.item_count : multiprocessors();
-  launch_early(kernel, grid, kThreads, kBytes, stream, q_map, k_map, v_map, gathered_k_map, gathered_v_map, args);
+  launch_early(kernel, {grid, kThreads, kBytes, stream}, q_map, k_map, v_map, gathered_k_map, gathered_v_map, args);
 }
 
 }  // namespace

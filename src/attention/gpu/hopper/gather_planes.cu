@@ -1,4 +1,5 @@
 #include "attention/gpu/hopper/masses.cuh"
+#include "device/kernel.cuh"
 
 namespace sb::gpu {
 namespace {
@@ -66,9 +67,9 @@ __device__ void gather_keys(const Arguments& args, const SelectBlock& block) {
 template <int D, int kDepth>
 __device__ void gather_queries(const Arguments& args, int number) {
   constexpr int kLanes = D / 8, kAtOnce = kThreads / kLanes;
-  __shared__ __align__(16) float sums[kAtOnce][D];
-  __shared__ int32_t listed[kDepth];
-  __shared__ uint32_t used[kLanes];
+  SB_SHARED_ALIGNED(16, float, sums, [kAtOnce][D]);
+  SB_SHARED(int32_t, listed, [kDepth]);
+  SB_SHARED(uint32_t, used, [kLanes]);
   const int index = number / (kPlaneRows / kTokens), first = number % (kPlaneRows / kTokens) * kTokens;
   const ScoreItem item = args.items[index];
   if (first >= item.tokens) return;
@@ -155,7 +156,7 @@ void gather_planes(const SelectParams& p, bool keys, bool queries, cudaStream_t 
                        p.score_rows,
                        items > 0 ? plane_queries(p) : nullptr};
   const auto kernel = p.shape.head_dim == 128 ? kernel_for<128>(p.plane_depth) : kernel_for<64>(p.plane_depth);
-  kernel<<<blocks, kThreads, 0, stream>>>(args);
+  launch_kernel(kernel, {blocks, kThreads, 0, stream}, args);
   check(cudaGetLastError(), "channels of keys and queries");
 }
 

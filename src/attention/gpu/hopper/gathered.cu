@@ -1,6 +1,7 @@
 #include "attention/gpu/hopper/gathered.cuh"
 
 #include "attention/gpu/launch/check.cuh"
+#include "device/kernel.cuh"
 
 namespace sb::gpu {
 namespace {
@@ -57,14 +58,14 @@ __global__ void __launch_bounds__(256)
 
 void gather_rows(const GatheredColumns& gathered, const Shape& shape, const void* k, const void* v,
                  const GatheredRows& to, cudaStream_t stream) {
-  gather_kernel<<<gathered.piece_count, 256, 0, stream>>>(
-      gathered, static_cast<const uint4*>(k), static_cast<const uint4*>(v), static_cast<uint4*>(to.k),
-      static_cast<uint4*>(to.v), shape.kv_heads, shape.head_dim / 8);
+  launch_kernel(gather_kernel, {gathered.piece_count, 256, 0, stream}, gathered, static_cast<const uint4*>(k),
+                static_cast<const uint4*>(v), static_cast<uint4*>(to.k), static_cast<uint4*>(to.v), shape.kv_heads,
+                shape.head_dim / 8);
   check(cudaGetLastError(), "gathered columns");
 }
 
 void find_gathered_places(const GatheredColumns& gathered, GatheredPlace* places, cudaStream_t stream) {
-  places_kernel<<<gathered.list_count, 256, 0, stream>>>(gathered, places);
+  launch_kernel(places_kernel, {gathered.list_count, 256, 0, stream}, gathered, places);
   check(cudaGetLastError(), "places of gathered columns");
 }
 

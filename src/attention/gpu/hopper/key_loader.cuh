@@ -141,6 +141,7 @@ struct KeyLoader {
   __device__ void end_column() {
     barrier_wait(shared_address(&smem.q_empty[ring.stage]), ring.phase ^ 1);
     barrier_wait(shared_address(&smem.do_empty[ring.stage]), ring.phase ^ 1);
+    __syncwarp();  // or a lane that lags finds the phases after this one
     if (lane == 0) {
       smem.step[ring.stage].subtile = -1;
       barrier_arrive(shared_address(&smem.q_full[ring.stage]));

@@ -1,4 +1,5 @@
 #include "attention/gpu/hopper/masses.cuh"
+#include "device/kernel.cuh"
 
 namespace sb::gpu {
 namespace {
@@ -145,9 +146,9 @@ template <int D, int kLog>
 __global__ void __launch_bounds__(Build<D>::kThreads, 1)
     masses_kernel(const __grid_constant__ CUtensorMap statistics_map, const __grid_constant__ MassArguments args) {
   constexpr int kConsumers = Build<D>::kConsumers;
-  extern __shared__ __align__(1024) unsigned char raw[];
-  __shared__ MassBarriers barriers;
-  __shared__ __align__(16) __half lse[kConsumers / 2];
+  SB_DYNAMIC_SHARED(unsigned char, raw, 1024);
+  SB_SHARED(MassBarriers, barriers);
+  SB_SHARED_ALIGNED(16, __half, lse, [kConsumers / 2]);
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   init_mass_barriers<kConsumers>(args, barriers);
   launch_dependents();
@@ -170,7 +171,7 @@ void launch(const SelectParams& p, const SelectBatch& batch, cudaStream_t stream
   const MassMemory memory = mass_memory(p.max_competing, 2 * D, Build<D>::kRows);
   const auto kernel = masses_kernel<D, kLog>;
   allow_shared_memory(kernel, memory.bytes, "shared memory of the masses");
-  launch_early(kernel, std::min(batch.score_count, multiprocessors()), Build<D>::kThreads, memory.bytes, stream,
+  launch_early(kernel, {std::min(batch.score_count, multiprocessors()), Build<D>::kThreads, memory.bytes, stream},
                packed_map(p.statistics, p.statistics_rows, 1, 2 * D, 1, kChunk),
                mass_arguments(p, batch, memory, Build<D>::kRows >> kLog));
   check(cudaGetLastError(), "masses of key blocks");

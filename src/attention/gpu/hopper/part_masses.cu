@@ -1,4 +1,5 @@
 #include "attention/gpu/hopper/masses.cuh"
+#include "device/kernel.cuh"
 
 namespace sb::gpu {
 namespace {
@@ -184,9 +185,9 @@ template <int D, bool kMoments, int kLog>
 __global__ void __launch_bounds__(Build<D, kMoments>::kThreads, 1)
     part_masses_kernel(const __grid_constant__ CUtensorMap statistics_map, const __grid_constant__ MassArguments args) {
   using Size = Build<D, kMoments>;
-  extern __shared__ __align__(1024) unsigned char raw[];
-  __shared__ MassBarriers barriers;
-  __shared__ __align__(16) __half lse[Size::kConsumers / 2];
+  SB_DYNAMIC_SHARED(unsigned char, raw, 1024);
+  SB_SHARED(MassBarriers, barriers);
+  SB_SHARED_ALIGNED(16, __half, lse, [Size::kConsumers / 2]);
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   init_mass_barriers<Size::kConsumers>(args, barriers);
   launch_dependents();
@@ -210,7 +211,7 @@ void launch(const SelectParams& p, const SelectBatch& batch, cudaStream_t stream
   const MassMemory memory = mass_memory(p.max_competing, Size::kDepth, Size::kRows);
   const auto kernel = part_masses_kernel<D, kMoments, kLog>;
   allow_shared_memory(kernel, memory.bytes, "shared memory of the masses");
-  launch_early(kernel, std::min(batch.score_count, multiprocessors()), Size::kThreads, memory.bytes, stream,
+  launch_early(kernel, {std::min(batch.score_count, multiprocessors()), Size::kThreads, memory.bytes, stream},
                packed_map(p.statistics, p.statistics_rows, 1, Size::kDepth, 1, kChunk),
                mass_arguments(p, batch, memory, Size::kRows >> kLog));
   check(cudaGetLastError(), "masses of key blocks by parts");

@@ -1,4 +1,5 @@
 #include "attention/gpu/hopper/masses.cuh"
+#include "device/kernel.cuh"
 
 namespace sb::gpu {
 namespace {
@@ -131,9 +132,9 @@ struct Scorer : MassRows<kDepth, 0, kConsumers> {
 template <int kDepth>
 __global__ void __launch_bounds__(kThreads, 1) plane_masses_kernel(const __grid_constant__ CUtensorMap statistics_map,
                                                                    const __grid_constant__ MassArguments args) {
-  extern __shared__ __align__(1024) unsigned char raw[];
-  __shared__ MassBarriers barriers;
-  __shared__ __align__(16) __half lse[kConsumers / 2];
+  SB_DYNAMIC_SHARED(unsigned char, raw, 1024);
+  SB_SHARED(MassBarriers, barriers);
+  SB_SHARED_ALIGNED(16, __half, lse, [kConsumers / 2]);
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   init_mass_barriers<kConsumers>(args, barriers);
   launch_dependents();
@@ -161,7 +162,7 @@ void launch(const SelectParams& p, const SelectBatch& batch, cudaStream_t stream
   args.query_heads = p.shape.kv_heads;
   args.group = 1;
   args.unit = kPlaneScoreUnit * kLog2e;  // the scale is in the queries
-  launch_early(kernel, std::min(batch.score_count, multiprocessors()), kThreads, memory.bytes, stream,
+  launch_early(kernel, {std::min(batch.score_count, multiprocessors()), kThreads, memory.bytes, stream},
                packed_map(p.statistics, p.statistics_rows, 1, kPlaneRowWidth, 1, kChunk), args);
   check(cudaGetLastError(), "masses of key blocks by planes");
 }

@@ -4,6 +4,7 @@
 #include "attention/gpu/hopper/launch.cuh"
 #include "attention/gpu/hopper/tile.cuh"
 #include "attention/gpu/launch/early.cuh"
+#include "device/kernel.cuh"
 
 namespace sb::gpu {
 namespace {
@@ -101,7 +102,7 @@ __global__ void __launch_bounds__(256)
 template <int D>
 __global__ void __launch_bounds__(128)
     finish_dq_kernel(SubtileArguments args, const float* dq_sum, __nv_bfloat16* dq, float scale) {
-  __shared__ __align__(1024) __nv_bfloat16 staging[kSubtileRows * D];
+  SB_SHARED_ALIGNED(1024, __nv_bfloat16, staging, [kSubtileRows * D]);
   const int subtile = blockIdx.x;
   wait_for_dependencies();
   launch_dependents();
@@ -127,7 +128,7 @@ template <int D>
 __global__ void __launch_bounds__(128)
     finish_split_kernel(const SplitColumn* splits, const WorkCounts* counts, const float* partials, void* dk, void* dv,
                         bool adds, int kv_heads, float scale, const __grid_constant__ GatheredSums gathered) {
-  __shared__ __align__(1024) __nv_bfloat16 staging[kSubtileRows * D];
+  SB_SHARED_ALIGNED(1024, __nv_bfloat16, staging, [kSubtileRows * D]);
   wait_for_dependencies();
   if (static_cast<int>(blockIdx.x) >= counts->splits) return;
   const SplitColumn split = splits[blockIdx.x];
@@ -175,7 +176,7 @@ int subtile_count(const BackwardParams& p) {
 
 void prepare_rows(const BackwardParams& p, bool clear_dq, cudaStream_t stream) {
   const auto kernel = p.shape.head_dim == 128 ? prepare_kernel<128> : prepare_kernel<64>;
-  launch_early(kernel, subtile_count(p), 256, 0, stream, subtile_arguments(p), static_cast<const __nv_bfloat16*>(p.o),
+  launch_early(kernel, {subtile_count(p), 256, 0, stream}, subtile_arguments(p), static_cast<const __nv_bfloat16*>(p.o),
                static_cast<const __nv_bfloat16*>(p.d_o), p.lse, first_statistics(p),
                clear_dq ? first_dq_sum(p) : nullptr, p.counter);
   // Read with the first subtile, and masked.
@@ -186,14 +187,14 @@ void prepare_rows(const BackwardParams& p, bool clear_dq, cudaStream_t stream) {
 
 void finish_dq(const BackwardParams& p, cudaStream_t stream) {
   const auto kernel = p.shape.head_dim == 128 ? finish_dq_kernel<128> : finish_dq_kernel<64>;
-  launch_early(kernel, subtile_count(p), 128, 0, stream, subtile_arguments(p),
+  launch_early(kernel, {subtile_count(p), 128, 0, stream}, subtile_arguments(p),
                static_cast<const float*>(first_dq_sum(p)), static_cast<__nv_bfloat16*>(p.dq), p.shape.scale);
 }
 
 void finish_split_columns(const BackwardParams& p, cudaStream_t stream) {
   if (p.limits.splits == 0) return;
   const auto kernel = p.shape.head_dim == 128 ? finish_split_kernel<128> : finish_split_kernel<64>;
-  launch_early(kernel, dim3(p.limits.splits, 4), 128, 0, stream, p.splits, p.counts,
+  launch_early(kernel, {dim3(p.limits.splits, 4), 128, 0, stream}, p.splits, p.counts,
                static_cast<const float*>(p.partials), p.dk, p.dv, p.adds, p.shape.kv_heads, p.shape.scale,
                gathered_sums(p));
 }

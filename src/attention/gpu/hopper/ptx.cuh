@@ -8,6 +8,8 @@
 
 #include <cstdint>
 
+#include "attention/gpu/launch/exp2.cuh"
+
 namespace sb::gpu {
 
 __device__ __forceinline__ uint32_t shared_address(const void* p) {
@@ -48,6 +50,13 @@ __device__ __forceinline__ void named_arrive(int id, int threads) {
 // Shared memory written by ordinary stores becomes readable for the tensor cores and the copy engine.
 __device__ __forceinline__ void async_fence() {
   asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+}
+
+// What was written before `*p` got the value that is read is there, whichever thread block wrote it.
+__device__ __forceinline__ int32_t load_acquire(const int32_t* p) {
+  int32_t value;
+  asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(value) : "l"(p) : "memory");
+  return value;
 }
 
 // --- copy engine ---------------------------------------------------------------------------------------------------
@@ -122,12 +131,15 @@ __device__ __forceinline__ void shared_store16(uint32_t address, float a, float 
   asm volatile("st.shared.v4.f32 [%0], {%1, %2, %3, %4};" ::"r"(address), "f"(a), "f"(b), "f"(c), "f"(d) : "memory");
 }
 
-// --- arithmetic ----------------------------------------------------------------------------------------------------
-__device__ __forceinline__ float exp2_fast(float x) {
-  float y;
-  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
-  return y;
+// Keeps the compiler from knowing what comes of a value.
+__device__ __forceinline__ void hide(float& value) {
+  asm volatile("" : "+f"(value));
 }
+__device__ __forceinline__ void hide(int& value) {
+  asm volatile("" : "+r"(value));
+}
+
+// --- arithmetic ----------------------------------------------------------------------------------------------------
 __device__ __forceinline__ float log2_fast(float x) {
   float y;
   asm("lg2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));

@@ -123,6 +123,7 @@ struct RowLoader {
 
   __device__ void announce(const ForwardItem& item, int state) {
     barrier_wait(shared_address(&smem.q_empty[tile.stage]), tile.phase ^ 1);
+    __syncwarp();  // or a lane that lags finds the phase after this one
     const uint32_t barrier = shared_address(&smem.q_full[tile.stage]);
     if (lane == 0) {
       smem.tile[tile.stage].item = item;

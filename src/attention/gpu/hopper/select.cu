@@ -1,6 +1,7 @@
 #include <bit>
 
 #include "attention/gpu/hopper/masses.cuh"
+#include "device/kernel.cuh"
 
 namespace sb::gpu {
 namespace {
@@ -13,7 +14,8 @@ __global__ void __launch_bounds__(256) statistics_kernel(const __nv_bfloat16* k,
   constexpr int kChannels = 8, kLanes = D / kChannels;  // lanes: of a token
   constexpr int kGroups = 256 / kLanes;                 // tokens at a time
   constexpr int kTokens = kTokensOfBlock / kGroups;     // of a thread
-  __shared__ __align__(16) float partial[8][D], means[D];
+  SB_SHARED_ALIGNED(16, float, partial, [8][D]);
+  SB_SHARED_ALIGNED(16, float, means, [D]);
   launch_dependents();
   const SelectBlock block = blocks[blockIdx.x];
   const int group = threadIdx.x / kLanes, channel = threadIdx.x % kLanes * kChannels;
@@ -121,11 +123,11 @@ void launch_statistics(const SelectParams& p, cudaStream_t stream) {
   const float variance_scale = p.moments ? p.shape.scale / 2 : 0.f;
   if (p.parts == 1) {
     const auto kernel = p.select_block == 256 ? statistics_kernel<D, 256> : statistics_kernel<D, 128>;
-    kernel<<<p.block_count, 256, 0, stream>>>(k, p.blocks, out, p.shape.kv_heads, variance_scale);
+    launch_kernel(kernel, {p.block_count, 256, 0, stream}, k, p.blocks, out, p.shape.kv_heads, variance_scale);
   } else {
     const auto kernel = p.statistics_channels == 2 ? part_statistics_kernel<D, true> : part_statistics_kernel<D, false>;
-    kernel<<<p.block_count, 256, 0, stream>>>(k, p.blocks, out, p.shape.kv_heads, p.parts, p.select_block / p.parts,
-                                              variance_scale);
+    launch_kernel(kernel, {p.block_count, 256, 0, stream}, k, p.blocks, out, p.shape.kv_heads, p.parts,
+                  p.select_block / p.parts, variance_scale);
   }
   check(cudaGetLastError(), "block statistics");
 }

@@ -6,22 +6,13 @@
 
 #include <cuda_runtime.h>
 
+#include <type_traits>
+
 #include "attention/gpu/launch/check.cuh"
+#include "attention/gpu/launch/early_ptx.cuh"
+#include "device/kernel.cuh"
 
 namespace sb::gpu {
-
-// Everything that the kernels before this one wrote is there.
-__device__ __forceinline__ void wait_for_dependencies() {
-#if __CUDA_ARCH__ >= 900
-  asm volatile("griddepcontrol.wait;" ::: "memory");
-#endif
-}
-// The next kernel may be brought to multiprocessors that have room.
-__device__ __forceinline__ void launch_dependents() {
-#if __CUDA_ARCH__ >= 900
-  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
-#endif
-}
 
 // Kernels that were built for earlier GPUs alone have no instruction to wait with, whatever runs them.
 constexpr bool built_to_wait() {
@@ -38,32 +29,22 @@ inline bool kernels_start_early() {
 }
 
 // The kernel before it must have waited for its own dependencies. SM90.
-template <typename... Parameters, typename... Arguments>
-void launch_early(void (*kernel)(Parameters...), dim3 blocks, int threads, int shared, cudaStream_t stream,
-                  const Arguments&... arguments) {
-  cudaLaunchAttribute attribute;
-  attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-  attribute.val.programmaticStreamSerializationAllowed = built_to_wait() ? 1 : 0;
-  cudaLaunchConfig_t config{};
-  config.gridDim = blocks;
-  config.blockDim = dim3(threads);
-  config.dynamicSmemBytes = shared;
-  config.stream = stream;
-  config.attrs = &attribute;
-  config.numAttrs = 1;
-  if (const cudaError_t error = cudaLaunchKernelEx(&config, kernel, arguments...); error != cudaSuccess) {
-    const char* name = "launch of a kernel";
-    cudaFuncGetName(&name, reinterpret_cast<const void*>(kernel));
-    check(error, name);
-  }
+template <typename... Parameters>
+void launch_early(void (*kernel)(Parameters...), const KernelLaunch& how,
+                  const std::type_identity_t<Parameters>&... arguments) {
+  const cudaError_t error = launch_dependent_kernel(kernel, how, built_to_wait(), arguments...);
+  if (error == cudaSuccess) return;
+  const char* name = "launch of a kernel";
+  cudaFuncGetName(&name, reinterpret_cast<const void*>(kernel));
+  check(error, name);
 }
 
 // The same where the device can, else when the kernel before it has ended.
-template <typename... Parameters, typename... Arguments>
-void launch_after(void (*kernel)(Parameters...), dim3 blocks, int threads, int shared, cudaStream_t stream,
-                  const Arguments&... arguments) {
-  if (kernels_start_early()) return launch_early(kernel, blocks, threads, shared, stream, arguments...);
-  kernel<<<blocks, threads, shared, stream>>>(arguments...);
+template <typename... Parameters>
+void launch_after(void (*kernel)(Parameters...), const KernelLaunch& how,
+                  const std::type_identity_t<Parameters>&... arguments) {
+  if (kernels_start_early()) return launch_early(kernel, how, arguments...);
+  launch_kernel(kernel, how, arguments...);
 }
 
 }  // namespace sb::gpu

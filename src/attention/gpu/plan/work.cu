@@ -2,6 +2,7 @@
 
 #include "attention/gpu/launch/check.cuh"
 #include "attention/gpu/launch/params.h"
+#include "device/kernel.cuh"
 
 namespace sb::gpu {
 namespace {
@@ -100,9 +101,9 @@ __device__ T scan_block(T own, T* warp_sums, T& total) {
 }
 
 __global__ void __launch_bounds__(kThreads) backward_work_kernel(Arguments args) {
-  extern __shared__ int32_t counts[];                      // [bucket][thread]
+  SB_DYNAMIC_SHARED(int32_t, counts, 8);                   // [bucket][thread]
   int2* kept = reinterpret_cast<int2*>(counts + kCounts);  // of columns: length, cost of an entry
-  __shared__ int64_t sums[kThreads / 32];
+  SB_SHARED(int64_t, sums, [kThreads / 32]);
   const int head = blockIdx.x, heads = gridDim.x, thread = threadIdx.x;
   int64_t own = 0, total;
   for (int i = thread; i < heads * args.head_places; i += kThreads) {
@@ -210,7 +211,7 @@ void make_backward_work(const BackwardWorkParams& p, void* stream) {
   const int columns = p.shape.kv_heads * p.head_places;
   const int bytes = static_cast<int>(kCounts * sizeof(int32_t) + (columns < kKept ? columns : kKept) * sizeof(int2));
   allow_shared_memory(backward_work_kernel, bytes, "shared memory of the work order");
-  backward_work_kernel<<<p.shape.kv_heads, kThreads, bytes, static_cast<cudaStream_t>(stream)>>>(args);
+  launch_kernel(backward_work_kernel, {p.shape.kv_heads, kThreads, bytes, static_cast<cudaStream_t>(stream)}, args);
   check(cudaGetLastError(), "order of the backward's work");
 }
 

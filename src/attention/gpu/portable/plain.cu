@@ -3,6 +3,7 @@
 #include "attention/gpu/launch/check.cuh"
 #include "attention/gpu/launch/head_dims.h"
 #include "attention/gpu/portable/portable.cuh"
+#include "device/kernel.cuh"
 
 namespace sb::gpu {
 namespace {
@@ -116,7 +117,7 @@ struct ForwardArguments {
 
 template <int kColumns>
 __global__ void __launch_bounds__(kThreads) forward_kernel(const __grid_constant__ ForwardArguments args) {
-  extern __shared__ float memory[];
+  SB_DYNAMIC_SHARED(float, memory);
   const int d = args.d, y = threadIdx.x / 16, x = threadIdx.x % 16;
   const Tiles tiles(memory, d);
   const ForwardItem item = args.walk.items[blockIdx.x / 2];
@@ -230,7 +231,7 @@ __device__ void add_subtile(const BackwardArguments& args, const Tiles& tiles, c
 
 template <int kColumns>
 __global__ void __launch_bounds__(kThreads) keys_kernel(const __grid_constant__ BackwardArguments args) {
-  extern __shared__ float memory[];
+  SB_DYNAMIC_SHARED(float, memory);
   const int d = args.d, y = threadIdx.x / 16;
   const Tiles tiles(memory, d);
   if (static_cast<int>(blockIdx.x) >= args.columns.counts->items) return;
@@ -269,7 +270,7 @@ __global__ void __launch_bounds__(kThreads) keys_kernel(const __grid_constant__ 
 
 template <int kColumns>
 __global__ void __launch_bounds__(kThreads) pieces_kernel(const __grid_constant__ BackwardArguments args) {
-  extern __shared__ float memory[];
+  SB_DYNAMIC_SHARED(float, memory);
   const int d = args.d, y = threadIdx.x / 16;
   const Tiles tiles(memory, d);
   const PieceWalk walk(args.columns);
@@ -293,7 +294,7 @@ __global__ void __launch_bounds__(kThreads) pieces_kernel(const __grid_constant_
 
 template <int kColumns>
 __global__ void __launch_bounds__(kThreads) rows_kernel(const __grid_constant__ BackwardArguments args) {
-  extern __shared__ float memory[];
+  SB_DYNAMIC_SHARED(float, memory);
   const int d = args.d, y = threadIdx.x / 16, x = threadIdx.x % 16;
   const Tiles tiles(memory, d);
   const ForwardItem item = args.rows.items[blockIdx.x / 2];
@@ -334,11 +335,11 @@ void launch_backward(const BackwardParams& p, const BackwardArguments& args, cud
   const auto pieces = pieces_kernel<kColumns>, keys = keys_kernel<kColumns>, rows = rows_kernel<kColumns>;
   for (const auto kernel : {pieces, keys, rows})
     allow_shared_memory(kernel, static_cast<int>(bytes), "shared memory of the fp32 backward");
-  if (p.gathered.piece_count > 0) pieces<<<p.gathered.piece_count, kThreads, bytes, stream>>>(args);
+  if (p.gathered.piece_count > 0) launch_kernel(pieces, {p.gathered.piece_count, kThreads, bytes, stream}, args);
   check(cudaGetLastError(), "attention backward in fp32: gathered columns");
-  keys<<<dim3(p.limits.items, p.tiling.block / kStill), kThreads, bytes, stream>>>(args);
+  launch_kernel(keys, {dim3(p.limits.items, p.tiling.block / kStill), kThreads, bytes, stream}, args);
   check(cudaGetLastError(), "attention backward in fp32: keys");
-  rows<<<2 * p.row_item_count, kThreads, bytes, stream>>>(args);
+  launch_kernel(rows, {2 * p.row_item_count, kThreads, bytes, stream}, args);
   check(cudaGetLastError(), "attention backward in fp32: rows");
 }
 
@@ -366,7 +367,7 @@ void plain_forward(const ForwardParams& p, cudaStream_t stream) {
   const size_t bytes = Tiles::bytes(p.shape.head_dim);
   const auto kernel = p.shape.head_dim <= kMaxDim / 2 ? forward_kernel<kMaxDim / 32> : forward_kernel<kMaxDim / 16>;
   allow_shared_memory(kernel, static_cast<int>(bytes), "shared memory of the fp32 forward");
-  kernel<<<2 * p.item_count, kThreads, bytes, stream>>>(args);
+  launch_kernel(kernel, {2 * p.item_count, kThreads, bytes, stream}, args);
   check(cudaGetLastError(), "attention forward in fp32");
 }
 

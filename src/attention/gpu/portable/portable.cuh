@@ -13,6 +13,7 @@
 #include "attention/gpu/launch/check.cuh"
 #include "attention/gpu/launch/head_dims.h"
 #include "attention/gpu/launch/params.h"
+#include "attention/gpu/portable/ptx.cuh"
 
 namespace sb::gpu {
 
@@ -237,18 +238,6 @@ void for_head_dim(int d, Launch launch) {
 template <int D>
 constexpr int kTileStride = D + 8;
 
-__device__ __forceinline__ uint32_t window(const void* p) {
-  return static_cast<uint32_t>(__cvta_generic_to_shared(p));
-}
-// 16 bytes to shared memory without waiting; zeros where there is no source.
-__device__ __forceinline__ void copy_async(void* to, const void* from, bool exists) {
-  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(window(to)), "l"(from), "r"(exists ? 16 : 0)
-               : "memory");
-}
-__device__ __forceinline__ void copies_done() {
-  asm volatile("cp.async.wait_all;" ::: "memory");
-}
-
 // 64 rows by 128 threads; offset(row) is the element where a row starts, negative for rows that are to be zero.
 template <int D, typename Offset>
 __device__ __forceinline__ void load_tile(__nv_bfloat16* to, const __nv_bfloat16* from, Offset offset) {
@@ -260,25 +249,6 @@ __device__ __forceinline__ void load_tile(__nv_bfloat16* to, const __nv_bfloat16
   }
 }
 
-__device__ __forceinline__ void matrix_load(uint32_t (&r)[4], uint32_t address) {
-  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
-               : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
-               : "r"(address)
-               : "memory");
-}
-__device__ __forceinline__ void matrix_load_transposed(uint32_t (&r)[4], uint32_t address) {
-  asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
-               : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
-               : "r"(address)
-               : "memory");
-}
-__device__ __forceinline__ void multiply(float* c, const uint32_t* a, uint32_t b0, uint32_t b1) {
-  asm volatile(
-      "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
-      "{%0, %1, %2, %3};"
-      : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
-      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
-}
 __device__ __forceinline__ uint32_t pack(float low, float high) {
   const __nv_bfloat162 two = __floats2bfloat162_rn(low, high);
   return *reinterpret_cast<const uint32_t*>(&two);

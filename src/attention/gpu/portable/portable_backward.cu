@@ -1,6 +1,7 @@
 #include "attention/gpu/launch/check.cuh"
 #include "attention/gpu/portable/plain.cuh"
 #include "attention/gpu/portable/portable.cuh"
+#include "device/kernel.cuh"
 
 namespace sb::gpu {
 namespace {
@@ -108,7 +109,7 @@ __device__ void add_subtile(const KeyArguments& args, Smem<D>& smem, const Subti
 
 template <int D>
 __global__ void __launch_bounds__(128) keys_kernel(const __grid_constant__ KeyArguments args) {
-  extern __shared__ __align__(16) unsigned char raw[];
+  SB_DYNAMIC_SHARED(unsigned char, raw, 16);
   Smem<D>& smem = *reinterpret_cast<Smem<D>*>(raw);
   if (static_cast<int>(blockIdx.x) >= args.walk.counts->items) return;
   const BackwardItem item = args.walk.items[blockIdx.x];
@@ -136,7 +137,7 @@ __global__ void __launch_bounds__(128) keys_kernel(const __grid_constant__ KeyAr
 // 64 gathered columns and all that see them; their sums wait for the block that holds the key.
 template <int D>
 __global__ void __launch_bounds__(128) pieces_kernel(const __grid_constant__ KeyArguments args) {
-  extern __shared__ __align__(16) unsigned char raw[];
+  SB_DYNAMIC_SHARED(unsigned char, raw, 16);
   Smem<D>& smem = *reinterpret_cast<Smem<D>*>(raw);
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   const PieceWalk walk(args.walk);
@@ -177,7 +178,7 @@ struct RowArguments {
 
 template <int D>
 __global__ void __launch_bounds__(128) rows_kernel(const __grid_constant__ RowArguments args) {
-  extern __shared__ __align__(16) unsigned char raw[];
+  SB_DYNAMIC_SHARED(unsigned char, raw, 16);
   Smem<D>& smem = *reinterpret_cast<Smem<D>*>(raw);
   const ForwardItem item = args.walk.items[blockIdx.x / 2];
   const int sub = blockIdx.x % 2, warp = threadIdx.x / 32, lane = threadIdx.x % 32;
@@ -244,18 +245,18 @@ void launch(const BackwardParams& p, cudaStream_t stream) {
   if (p.gathered.piece_count > 0) {
     check(cudaFuncSetAttribute(pieces_kernel<D>, cudaFuncAttributeMaxDynamicSharedMemorySize, sizeof(Smem<D>)),
           "shared memory of the backward");
-    pieces_kernel<D><<<p.gathered.piece_count, 128, sizeof(Smem<D>), stream>>>(keys);
+    launch_kernel(pieces_kernel<D>, {p.gathered.piece_count, 128, sizeof(Smem<D>), stream}, keys);
     check(cudaGetLastError(), "attention backward: gathered columns");
   }
   check(cudaFuncSetAttribute(keys_kernel<D>, cudaFuncAttributeMaxDynamicSharedMemorySize, sizeof(Smem<D>)),
         "shared memory of the backward");
-  keys_kernel<D><<<dim3(p.limits.items, p.tiling.block / 64), 128, sizeof(Smem<D>), stream>>>(keys);
+  launch_kernel(keys_kernel<D>, {dim3(p.limits.items, p.tiling.block / 64), 128, sizeof(Smem<D>), stream}, keys);
   check(cudaGetLastError(), "attention backward: keys");
   const RowArguments rows{
       row_walk(p, p.row_items), q, k, v, d_o, p.statistics, static_cast<__nv_bfloat16*>(p.dq), p.shape.scale};
   check(cudaFuncSetAttribute(rows_kernel<D>, cudaFuncAttributeMaxDynamicSharedMemorySize, sizeof(Smem<D>)),
         "shared memory of the backward");
-  rows_kernel<D><<<2 * p.row_item_count, 128, sizeof(Smem<D>), stream>>>(rows);
+  launch_kernel(rows_kernel<D>, {2 * p.row_item_count, 128, sizeof(Smem<D>), stream}, rows);
   check(cudaGetLastError(), "attention backward: rows");
 }
 

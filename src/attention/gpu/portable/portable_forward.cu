@@ -1,6 +1,7 @@
 #include "attention/gpu/launch/check.cuh"
 #include "attention/gpu/portable/plain.cuh"
 #include "attention/gpu/portable/portable.cuh"
+#include "device/kernel.cuh"
 
 namespace sb::gpu {
 namespace {
@@ -23,7 +24,7 @@ struct Arguments {
 
 template <int D>
 __global__ void __launch_bounds__(128) forward_kernel(const __grid_constant__ Arguments args) {
-  extern __shared__ __align__(16) unsigned char raw[];
+  SB_DYNAMIC_SHARED(unsigned char, raw, 16);
   Smem<D>& smem = *reinterpret_cast<Smem<D>*>(raw);
   const ForwardItem item = args.walk.items[blockIdx.x / 2];
   const int sub = blockIdx.x % 2, warp = threadIdx.x / 32, lane = threadIdx.x % 32;
@@ -87,7 +88,7 @@ void launch(const ForwardParams& p, cudaStream_t stream) {
                        p.shape.scale};
   check(cudaFuncSetAttribute(forward_kernel<D>, cudaFuncAttributeMaxDynamicSharedMemorySize, sizeof(Smem<D>)),
         "shared memory of the forward");
-  forward_kernel<D><<<2 * p.item_count, 128, sizeof(Smem<D>), stream>>>(args);
+  launch_kernel(forward_kernel<D>, {2 * p.item_count, 128, sizeof(Smem<D>), stream}, args);
   check(cudaGetLastError(), "attention forward");
 }
 

@@ -2,6 +2,7 @@
 #include "attention/gpu/portable/plain.cuh"
 #include "attention/gpu/portable/portable.cuh"
 #include "device/cuda_floats.cuh"
+#include "device/kernel.cuh"
 
 namespace sb::gpu {
 namespace {
@@ -93,11 +94,11 @@ void portable_statistics(const BackwardParams& p, Precision precision, cudaStrea
                                  p.shape.head_dim, p.shape.tokens, p.lse,         p.statistics};
   const int subtiles = p.shape.query_heads / p.tiling.heads * p.tiling.subtiles;
   if (precision == Precision::fp32)
-    statistics_kernel<<<subtiles, 128, 0, stream>>>(args, static_cast<const float*>(p.o),
-                                                    static_cast<const float*>(p.d_o));
+    launch_kernel(statistics_kernel<float>, {subtiles, 128, 0, stream}, args, static_cast<const float*>(p.o),
+                  static_cast<const float*>(p.d_o));
   else
-    statistics_kernel<<<subtiles, 128, 0, stream>>>(args, static_cast<const __nv_bfloat16*>(p.o),
-                                                    static_cast<const __nv_bfloat16*>(p.d_o));
+    launch_kernel(statistics_kernel<__nv_bfloat16>, {subtiles, 128, 0, stream}, args,
+                  static_cast<const __nv_bfloat16*>(p.o), static_cast<const __nv_bfloat16*>(p.d_o));
   check(cudaGetLastError(), "attention backward: statistics");
 }
 
@@ -107,9 +108,11 @@ void portable_finish_columns(const BackwardParams& p, Precision precision, cudaS
   const FinishArguments args{p.splits,       p.counts,         p.partials,    p.gathered_sums,
                              column_walk(p), p.shape.head_dim, p.shape.scale, p.adds};
   if (precision == Precision::fp32 || p.adds)
-    finish_kernel<<<grid, 256, 0, stream>>>(args, static_cast<float*>(p.dk), static_cast<float*>(p.dv));
+    launch_kernel(finish_kernel<float>, {grid, 256, 0, stream}, args, static_cast<float*>(p.dk),
+                  static_cast<float*>(p.dv));
   else
-    finish_kernel<<<grid, 256, 0, stream>>>(args, static_cast<__nv_bfloat16*>(p.dk), static_cast<__nv_bfloat16*>(p.dv));
+    launch_kernel(finish_kernel<__nv_bfloat16>, {grid, 256, 0, stream}, args, static_cast<__nv_bfloat16*>(p.dk),
+                  static_cast<__nv_bfloat16*>(p.dv));
   check(cudaGetLastError(), "attention backward: split columns");
 }
 

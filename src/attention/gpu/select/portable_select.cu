@@ -1,6 +1,7 @@
 #include "attention/gpu/launch/check.cuh"
 #include "attention/gpu/select/select_steps.cuh"
 #include "device/cuda_floats.cuh"
+#include "device/kernel.cuh"
 
 namespace sb::gpu {
 namespace {
@@ -67,8 +68,9 @@ struct Arguments {
 
 template <typename T, bool kPlanes>
 __global__ void __launch_bounds__(kThreads) masses_kernel(Arguments args) {
-  extern __shared__ float q[];  // [2 d][token]: q, then its square; kPlanes: [depth][token]
-  __shared__ float row_max[kThreads / 32][kTokens], row_sum[kThreads / 32][kTokens];
+  SB_DYNAMIC_SHARED(float, q, 16);  // [2 d][token]: q, then its square; kPlanes: [depth][token]
+  SB_SHARED(float, row_max, [kThreads / 32][kTokens]);
+  SB_SHARED(float, row_sum, [kThreads / 32][kTokens]);
   const ScoreItem& item = args.items[blockIdx.x];
   const int thread = threadIdx.x, warp = thread / 32, lane = thread % 32, d = args.d;
   const auto multiply = [&](const float* column, float(&s)[kTokens]) {
@@ -198,16 +200,16 @@ template <typename T>
 void launch_statistics(const SelectParams& p, cudaStream_t stream) {
   if (p.block_count == 0) return;
   if (p.plane_depth > 0) {
-    gather_keys_kernel<T><<<p.block_count, 256, 0, stream>>>(static_cast<const T*>(p.k), p.blocks, p.planes,
-                                                             p.plane_depth, static_cast<float*>(p.statistics),
-                                                             p.statistics_rows, p.shape.head_dim, p.shape.kv_heads);
+    launch_kernel(gather_keys_kernel<T>, {p.block_count, 256, 0, stream}, static_cast<const T*>(p.k), p.blocks,
+                  p.planes, p.plane_depth, static_cast<float*>(p.statistics), p.statistics_rows, p.shape.head_dim,
+                  p.shape.kv_heads);
     check(cudaGetLastError(), "channels of keys");
     return;
   }
-  statistics_kernel<T><<<p.block_count, 128, 0, stream>>>(
-      static_cast<const T*>(p.k), p.blocks, static_cast<float*>(p.statistics), p.statistics_rows, p.shape.head_dim,
-      p.shape.kv_heads, p.parts, p.select_block / p.parts, p.shape.scale,
-      p.moments ? p.shape.scale * p.shape.scale / 2 : 0.f, p.statistics_channels == 2);
+  launch_kernel(statistics_kernel<T>, {p.block_count, 128, 0, stream}, static_cast<const T*>(p.k), p.blocks,
+                static_cast<float*>(p.statistics), p.statistics_rows, p.shape.head_dim, p.shape.kv_heads, p.parts,
+                p.select_block / p.parts, p.shape.scale, p.moments ? p.shape.scale * p.shape.scale / 2 : 0.f,
+                p.statistics_channels == 2);
   check(cudaGetLastError(), "block statistics");
 }
 
@@ -232,9 +234,11 @@ void launch(const SelectParams& p, cudaStream_t stream) {
                            p.planes,
                            p.plane_scales};
       if (p.plane_depth > 0)
-        masses_kernel<T, true><<<batch.score_count, kThreads, p.plane_depth * kTokens * sizeof(float), stream>>>(args);
+        launch_kernel(masses_kernel<T, true>,
+                      {batch.score_count, kThreads, p.plane_depth * kTokens * sizeof(float), stream}, args);
       else
-        masses_kernel<T, false><<<batch.score_count, kThreads, 2 * d * kTokens * sizeof(float), stream>>>(args);
+        launch_kernel(masses_kernel<T, false>, {batch.score_count, kThreads, 2 * d * kTokens * sizeof(float), stream},
+                      args);
       check(cudaGetLastError(), "masses of key blocks");
     }
     select_blocks(p, batch, stream, false);

@@ -68,8 +68,8 @@ struct RegisterSelect {
 #pragma unroll
       for (int i = 0; i < kPairs; ++i) {
         const float2 two = two_masses_of(masses[i]);
-        sum[2 * i] += fast_exp2(two.x);
-        sum[2 * i + 1] += fast_exp2(two.y);
+        sum[2 * i] += exp2_fast(two.x);
+        sum[2 * i + 1] += exp2_fast(two.y);
       }
     }
 #pragma unroll
@@ -196,8 +196,8 @@ struct RegisterSelect {
     for (int i = 0; i < kPairs; ++i) {
       const float2 two = two_masses_of(loaded[i]);
       const int j = 64 * i + 2 * lane;
-      mass[2 * i] = j < item.competing ? fast_exp2(two.x) : 0.f;
-      mass[2 * i + 1] = j + 1 < item.competing ? fast_exp2(two.y) : 0.f;
+      mass[2 * i] = j < item.competing ? exp2_fast(two.x) : 0.f;
+      mass[2 * i + 1] = j + 1 < item.competing ? exp2_fast(two.y) : 0.f;
       all += mass[2 * i] + mass[2 * i + 1];
       lacks += ((free[i] & 0xFFFF) != 0 ? mass[2 * i] : 0.f) + ((free[i] >> 16) != 0 ? mass[2 * i + 1] : 0.f);
     }
@@ -231,7 +231,7 @@ struct RegisterSelect {
     for (; room > 0 && wanted > 0; --room) {
       const uint32_t best = select_best(row);
       if (best == 0) return;
-      wanted -= fast_exp2(mass_of(best));
+      wanted -= exp2_fast(mass_of(best));
     }
   }
 

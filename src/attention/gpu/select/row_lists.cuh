@@ -6,6 +6,7 @@
 
 #include "attention/gpu/launch/check.cuh"
 #include "attention/gpu/select/select_steps.cuh"
+#include "device/kernel.cuh"
 
 namespace sb::gpu {
 
@@ -152,8 +153,8 @@ __device__ inline Counted write_row_list(const SelectArguments& args, const Sele
 // Adds what the warps of a thread block counted, once for each sequence among them: all warps of a kernel at the
 // same place would wait for each other. All threads; sequence < 0: nothing.
 __device__ inline void add_counted(const SelectArguments& args, int sequence, const Counted& counted) {
-  __shared__ Counted all[kWarps];
-  __shared__ int sequences[kWarps];
+  SB_SHARED(Counted, all, [kWarps]);
+  SB_SHARED(int, sequences, [kWarps]);
   static_assert(sizeof(all) + sizeof(sequences) <= kCountedBytes);
   if (args.selected == nullptr) return;
   const int warps = blockDim.x / 32, w = threadIdx.x;

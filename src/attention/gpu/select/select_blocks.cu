@@ -6,6 +6,7 @@
 #include "attention/gpu/launch/early.cuh"
 #include "attention/gpu/select/register_select.cuh"
 #include "attention/gpu/select/row_lists.cuh"
+#include "device/kernel.cuh"
 
 namespace sb::gpu {
 namespace {
@@ -221,7 +222,7 @@ __global__ void __launch_bounds__(32 * kWarps, kPairs == 4    ? 8
                                                : kPairs == 16 ? 2
                                                               : 4)
     select_kernel(const __grid_constant__ SelectArguments args) {
-  extern __shared__ __align__(16) uint8_t shared[];
+  SB_DYNAMIC_SHARED(uint8_t, shared, 16);
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   const int index = blockIdx.x * (blockDim.x / 32) + warp;
   launch_dependents();
@@ -279,7 +280,8 @@ struct ColumnArguments {
 
 template <bool kWrites>
 __global__ void __launch_bounds__(32 * kColumnWarps) columns_kernel(const __grid_constant__ ColumnArguments args) {
-  __shared__ int32_t sums[kColumnWarps], parts[kColumnWarps][kGroupColumns];
+  SB_SHARED(int32_t, sums, [kColumnWarps]);
+  SB_SHARED(int32_t, parts, [kColumnWarps][kGroupColumns]);
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   if constexpr (!kWrites) launch_dependents();
   const SelectGroup group = args.groups[blockIdx.x];
@@ -380,9 +382,9 @@ void select_blocks(const SelectParams& p, const SelectBatch& batch, cudaStream_t
   const SelectArguments args = select_arguments(p, batch.item_begin, batch.item_count, warp_bytes);
   const int blocks = (batch.item_count + warps - 1) / warps;
   if (early)
-    launch_early(kernel, blocks, 32 * warps, shared, stream, args);
+    launch_early(kernel, {blocks, 32 * warps, shared, stream}, args);
   else
-    kernel<<<blocks, 32 * warps, shared, stream>>>(args);
+    launch_kernel(kernel, {blocks, 32 * warps, shared, stream}, args);
   check(cudaGetLastError(), "selection of key blocks");
 }
 
@@ -393,8 +395,8 @@ void finish_selection(const SelectParams& p, cudaStream_t stream) {
 void list_columns(const SelectParams& p, void* stream) {
   const auto cuda_stream = static_cast<cudaStream_t>(stream);
   const ColumnArguments args{p.groups, p.column_count, p.map, p.column_counts, p.column_offsets, p.column_entries};
-  columns_kernel<false><<<p.group_count, 32 * kColumnWarps, 0, cuda_stream>>>(args);
-  launch_after(columns_kernel<true>, p.group_count, 32 * kColumnWarps, 0, cuda_stream, args);
+  launch_kernel(columns_kernel<false>, {p.group_count, 32 * kColumnWarps, 0, cuda_stream}, args);
+  launch_after(columns_kernel<true>, {p.group_count, 32 * kColumnWarps, 0, cuda_stream}, args);
   check(cudaGetLastError(), "column lists");
 }
 

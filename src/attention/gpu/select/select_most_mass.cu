@@ -1,6 +1,7 @@
 #include "attention/gpu/launch/check.cuh"
 #include "attention/gpu/launch/early.cuh"
 #include "attention/gpu/select/row_lists.cuh"
+#include "device/kernel.cuh"
 
 namespace sb::gpu {
 namespace {
@@ -83,7 +84,8 @@ __device__ Least find_least(const Arguments& args, int pool, int lane) {
 // Masses of the query blocks: sums over their tokens, two key blocks per lane. Their upper bytes are counted in shared
 // memory first; of pools that find no place there, in memory.
 __global__ void __launch_bounds__(32 * kSumWarps) sum_kernel(const __grid_constant__ Arguments args) {
-  __shared__ int32_t gathered[kSlots][kBins], owner[kSlots];
+  SB_SHARED(int32_t, gathered, [kSlots][kBins]);
+  SB_SHARED(int32_t, owner, [kSlots]);
   for (int i = threadIdx.x; i < kSlots * kBins; i += 32 * kSumWarps) gathered[i / kBins][i % kBins] = 0;
   if (threadIdx.x < kSlots) owner[threadIdx.x] = -1;
   launch_dependents();
@@ -105,8 +107,8 @@ __global__ void __launch_bounds__(32 * kSumWarps) sum_kernel(const __grid_consta
         for (int row = 0; row < item.tokens; ++row) {
           const uint32_t two = args.selection.two_masses(item.masses + static_cast<int64_t>(row) * item.stride + j);
           const float2 masses = two_masses_of(two);
-          sum[0] += fast_exp2(masses.x);
-          sum[1] += fast_exp2(masses.y);
+          sum[0] += exp2_fast(masses.x);
+          sum[1] += exp2_fast(masses.y);
         }
         const __half2 mass = __floats2half2_rn(__log2f(sum[0]), __log2f(sum[1]));
         const uint32_t two = ordered(*reinterpret_cast<const uint32_t*>(&mass));
@@ -156,7 +158,7 @@ __global__ void __launch_bounds__(32 * kWarps) ties_kernel(const __grid_constant
 
 // Ties of every query block to those of the ones before it. A thread block a pool.
 __global__ void __launch_bounds__(1024) scan_kernel(const __grid_constant__ Arguments args) {
-  __shared__ int32_t sums[32];
+  SB_SHARED(int32_t, sums, [32]);
   launch_dependents();
   wait_for_dependencies();
   const SelectPool pool = args.pools[blockIdx.x];
@@ -185,7 +187,7 @@ __global__ void __launch_bounds__(1024) scan_kernel(const __grid_constant__ Argu
 }
 
 __global__ void __launch_bounds__(32 * kWarps) list_kernel(const __grid_constant__ Arguments args) {
-  extern __shared__ __align__(16) uint8_t shared[];
+  SB_DYNAMIC_SHARED(uint8_t, shared, 16);
   wait_for_dependencies();
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, index = blockIdx.x * (blockDim.x / 32) + warp;
   SelectItem item;
@@ -227,9 +229,9 @@ void sum_tile_masses(const SelectParams& p, const SelectBatch& batch, cudaStream
                        p.pool_count};
   const int blocks = (batch.item_count + kSumWarps - 1) / kSumWarps;
   if (early)
-    launch_early(sum_kernel, blocks, 32 * kSumWarps, 0, stream, args);
+    launch_early(sum_kernel, {blocks, 32 * kSumWarps, 0, stream}, args);
   else
-    sum_kernel<<<blocks, 32 * kSumWarps, 0, stream>>>(args);
+    launch_kernel(sum_kernel, {blocks, 32 * kSumWarps, 0, stream}, args);
   check(cudaGetLastError(), "masses of query blocks");
 }
 
@@ -241,11 +243,11 @@ void select_most_mass(const SelectParams& p, cudaStream_t stream) {
             shared = warps * warp_bytes;
   const Arguments args{select_arguments(p, 0, items, warp_bytes), p.sums, p.pools, p.pool_counts, p.pool_count};
   const int grid = (items + kWarps - 1) / kWarps;
-  launch_after(lower_kernel, grid, 32 * kWarps, 0, stream, args);
-  launch_after(ties_kernel, grid, 32 * kWarps, 0, stream, args);
-  launch_after(scan_kernel, p.pool_count, 1024, 0, stream, args);
+  launch_after(lower_kernel, {grid, 32 * kWarps, 0, stream}, args);
+  launch_after(ties_kernel, {grid, 32 * kWarps, 0, stream}, args);
+  launch_after(scan_kernel, {p.pool_count, 1024, 0, stream}, args);
   allow_shared_memory(list_kernel, shared, "shared memory of the selection");
-  launch_after(list_kernel, (items + warps - 1) / warps, 32 * warps, shared, stream, args);
+  launch_after(list_kernel, {(items + warps - 1) / warps, 32 * warps, shared, stream}, args);
   check(cudaGetLastError(), "selection of the largest masses");
 }
 

@@ -5,6 +5,7 @@
 #include <cuda_fp16.h>
 #include <cuda_runtime.h>
 
+#include "attention/gpu/launch/exp2.cuh"
 #include "attention/gpu/select/select.h"
 
 namespace sb::gpu {
@@ -28,11 +29,6 @@ __device__ __forceinline__ __half2 unordered(uint32_t two) {
 }
 __device__ __forceinline__ float2 two_masses_of(uint32_t two) {
   return __half22float2(unordered(two));
-}
-__device__ __forceinline__ float fast_exp2(float x) {
-  float y;
-  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
-  return y;
 }
 
 // Before the first batch.

@@ -8,6 +8,7 @@
 #include "attention/gpu/portable/portable.cuh"
 #include "attention/gpu/select/select_steps.cuh"
 #include "attention/gpu/select/slash_masses.cuh"
+#include "device/kernel.cuh"
 
 namespace sb::gpu {
 namespace {
@@ -29,7 +30,7 @@ __device__ int sequence_of(const SlashParams& args, int chunk) {
 // are known, the mass of each key and of the two query blocks that the queries may lie in.
 template <bool kSecond>
 __global__ void __launch_bounds__(kThreads) chunks_kernel(const __grid_constant__ SlashParams args) {
-  extern __shared__ float shared[];
+  SB_DYNAMIC_SHARED(float, shared);
   launch_dependents();
   if constexpr (kSecond) wait_for_dependencies();
   const Shape& shape = args.select.shape;
@@ -89,7 +90,7 @@ __global__ void __launch_bounds__(kThreads) chunks_kernel(const __grid_constant_
     out.rows[2 * i] = top;
     out.rows[2 * i + 1] = all;
   } else {
-    __shared__ float masses[2][kSlashChunk];
+    SB_SHARED(float, masses, [2][kSlashChunk]);
     const float* row_sums = args.row_sums + static_cast<int64_t>(sequence.list + head) * kRows;
     const int last_block = (sequence.tokens - 1) / args.select.select_block;
     if (i < kSlashChunk) {
@@ -141,9 +142,10 @@ __global__ void __launch_bounds__(64 * kHeads)
     tensor_chunks_kernel(const __grid_constant__ SlashParams args, const int run) {
   constexpr float kLog2e = 1.4426950408889634f;
   constexpr int kTile = kRows * kTileStride<D>, kCount = 64 * kHeads;
-  extern __shared__ __align__(16) unsigned char raw[];
+  SB_DYNAMIC_SHARED(unsigned char, raw, 16);
   __nv_bfloat16 *q = reinterpret_cast<__nv_bfloat16*>(raw), *k = q + kHeads * kTile;  // k: two chunks
-  __shared__ float key_masses[kHeads][2][kSlashChunk], block_masses[kHeads][2][2];
+  SB_SHARED(float, key_masses, [kHeads][2][kSlashChunk]);
+  SB_SHARED(float, block_masses, [kHeads][2][2]);
   launch_dependents();
   const Shape& shape = args.select.shape;
   const int group = shape.query_heads / shape.kv_heads, parts = (group + kHeads - 1) / kHeads;
@@ -231,7 +233,7 @@ __global__ void __launch_bounds__(64 * kHeads)
           top *= unit;
           const float base = top == -INFINITY ? 0.f : top;
 #pragma unroll
-          for (int i = 0; i < 16; ++i) all += fast_exp2(fmaf(s[m][i / 2 * 4 + 2 * h + i % 2], unit, -base));
+          for (int i = 0; i < 16; ++i) all += exp2_fast(fmaf(s[m][i / 2 * 4 + 2 * h + i % 2], unit, -base));
           all += __shfl_xor_sync(~0u, all, 1);
           all += __shfl_xor_sync(~0u, all, 2);
           if (lane % 4 == 0 && real) *reinterpret_cast<float2*>(out.rows + 2 * row_of(m, h)) = {top / kLog2e, all};
@@ -250,7 +252,7 @@ __global__ void __launch_bounds__(64 * kHeads)
           float by_row = 0;
 #pragma unroll
           for (int i = 0; i < 16; ++i) {
-            const float p = fast_exp2(fmaf(s[m][i / 2 * 4 + 2 * h + i % 2], unit, -base));
+            const float p = exp2_fast(fmaf(s[m][i / 2 * 4 + 2 * h + i % 2], unit, -base));
             mass[i] += p;
             by_row += p;
           }
@@ -289,7 +291,7 @@ __global__ void __launch_bounds__(64 * kHeads)
 
 // Log-sum-exp of every row. A thread block a list.
 __global__ void __launch_bounds__(kRows* kRowParts) rows_kernel(const __grid_constant__ SlashParams args) {
-  __shared__ float2 partial[kRowParts][kRows];
+  SB_SHARED(float2, partial, [kRowParts][kRows]);
   launch_dependents();
   wait_for_dependencies();
   const int heads = args.select.shape.query_heads;
@@ -332,9 +334,9 @@ void slash_masses(const SlashParams& p, Precision precision, cudaStream_t stream
   const auto both = [&](auto first, auto second, dim3 grid, int threads, int bytes, auto... more) {
     allow_shared_memory(first, bytes, "shared memory of the last queries");
     allow_shared_memory(second, bytes, "shared memory of the last queries");
-    first<<<grid, threads, bytes, stream>>>(p, more...);
-    launch_after(rows_kernel, p.lists, kRows * kRowParts, 0, stream, p);
-    launch_after(second, grid, threads, bytes, stream, p, more...);
+    launch_kernel(first, {grid, threads, bytes, stream}, p, more...);
+    launch_after(rows_kernel, {p.lists, kRows * kRowParts, 0, stream}, p);
+    launch_after(second, {grid, threads, bytes, stream}, p, more...);
     check(cudaGetLastError(), "masses of columns and diagonals");
   };
   if (precision == Precision::fp32)

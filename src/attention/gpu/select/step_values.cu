@@ -4,6 +4,7 @@
 
 #include "attention/gpu/launch/check.cuh"
 #include "device/cuda_floats.cuh"
+#include "device/kernel.cuh"
 
 namespace sb::gpu {
 namespace {
@@ -87,14 +88,15 @@ void put_words(uint32_t* to, std::span<const uint32_t> words, void* stream) {
     Words some;
     const size_t count = std::min<size_t>(Words::kMost, words.size() - at);
     std::copy_n(words.begin() + static_cast<int64_t>(at), count, some.values);
-    put_kernel<<<1, 256, 0, static_cast<cudaStream_t>(stream)>>>(to + at, some, static_cast<int>(count));
+    launch_kernel(put_kernel, {1, 256, 0, static_cast<cudaStream_t>(stream)}, to + at, some, static_cast<int>(count));
     check(cudaGetLastError(), "values of a step");
   }
 }
 
 void add_counts(unsigned long long* pairs, unsigned long long* blocks, const unsigned long long* selected,
                 const int32_t* classes, int32_t sequences, void* stream) {
-  count_kernel<<<1, 256, 0, static_cast<cudaStream_t>(stream)>>>(pairs, blocks, selected, classes, sequences);
+  launch_kernel(count_kernel, {1, 256, 0, static_cast<cudaStream_t>(stream)}, pairs, blocks, selected, classes,
+                sequences);
   check(cudaGetLastError(), "counts of selections");
 }
 
@@ -104,8 +106,8 @@ void write_counts(int64_t* counts, const unsigned long long* selected, std::span
     SomeSequences some;
     const size_t count = std::min<size_t>(SomeSequences::kMost, sequences.size() - at);
     std::copy_n(sequences.begin() + static_cast<int64_t>(at), count, some.values);
-    write_counts_kernel<<<1, 256, 0, static_cast<cudaStream_t>(stream)>>>(counts, selected, some,
-                                                                          static_cast<int>(count));
+    launch_kernel(write_counts_kernel, {1, 256, 0, static_cast<cudaStream_t>(stream)}, counts, selected, some,
+                  static_cast<int>(count));
     check(cudaGetLastError(), "counts of given sequences");
   }
 }
@@ -115,10 +117,11 @@ void add_plane_sums(const PlaneSumsParams& p, Precision precision, void* stream)
   const auto cuda_stream = static_cast<cudaStream_t>(stream);
   const int pieces = (p.sample_count + kPlanePieceSamples - 1) / kPlanePieceSamples;
   const auto kernel = precision == Precision::fp32 ? partial_kernel<float> : partial_kernel<__nv_bfloat16>;
-  kernel<<<dim3(pieces, p.shape.kv_heads), 128, 0, cuda_stream>>>(p);
+  launch_kernel(kernel, {dim3(pieces, p.shape.kv_heads), 128, 0, cuda_stream}, p);
   check(cudaGetLastError(), "energies of planes");
   const int64_t values = int64_t{3} * p.shape.kv_heads * p.shape.head_dim;
-  add_kernel<<<static_cast<unsigned>((values + 127) / 128), 128, 0, cuda_stream>>>(p.partial, pieces, values, p.sums);
+  launch_kernel(add_kernel, {static_cast<unsigned>((values + 127) / 128), 128, 0, cuda_stream}, p.partial, pieces,
+                values, p.sums);
   check(cudaGetLastError(), "sum of energies of planes");
 }
 

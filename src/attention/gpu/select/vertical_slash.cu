@@ -4,6 +4,7 @@
 #include "attention/gpu/launch/early.cuh"
 #include "attention/gpu/select/row_lists.cuh"
 #include "attention/gpu/select/slash_masses.cuh"
+#include "device/kernel.cuh"
 
 namespace sb::gpu {
 namespace {
@@ -25,7 +26,7 @@ __device__ Reached operator+(Reached a, Reached b) {
 }
 // What the threads before this one have.
 __device__ Reached before_this(Reached own) {
-  __shared__ Reached warps[kSelectThreads / 32];
+  SB_SHARED(Reached, warps, [kSelectThreads / 32]);
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   Reached sum = own;
 #pragma unroll
@@ -235,7 +236,7 @@ __device__ int fewest_reaching(SelectRoom& room, int count, float share, int mos
 __global__ void __launch_bounds__(kSelectThreads) select_kernel(const __grid_constant__ SlashParams args) {
   const int heads = args.select.shape.query_heads, head = blockIdx.x % heads;
   const SlashSequence sequence = args.sequences[blockIdx.x / heads];
-  __shared__ SelectRoom room;
+  SB_SHARED(SelectRoom, room);
   launch_dependents();
   wait_for_dependencies();
   if (blockIdx.y == 0) {
@@ -281,7 +282,7 @@ __global__ void __launch_bounds__(kSelectThreads) select_kernel(const __grid_con
 // A warp a query block: its key blocks, and which columns lie outside of them.
 __global__ void __launch_bounds__(32 * kWarps)
     lists_kernel(const __grid_constant__ SlashParams args, const __grid_constant__ SelectArguments selection) {
-  extern __shared__ __align__(16) uint8_t flags[];
+  SB_DYNAMIC_SHARED(uint8_t, flags, 16);
   wait_for_dependencies();
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, index = blockIdx.x * (blockDim.x / 32) + warp;
   SelectItem item;
@@ -325,12 +326,12 @@ __global__ void __launch_bounds__(32 * kWarps)
 void select_vertical_slash(const SlashParams& p, Precision precision, void* stream) {
   const auto cuda_stream = static_cast<cudaStream_t>(stream);
   slash_masses(p, precision, cuda_stream);
-  launch_after(select_kernel, dim3(p.lists, 2), kSelectThreads, 0, cuda_stream, p);
+  launch_after(select_kernel, {dim3(p.lists, 2), kSelectThreads, 0, cuda_stream}, p);
   check(cudaGetLastError(), "selection of columns and diagonals");
   const int items = p.select.batches[0].item_count, warp_bytes = (p.max_blocks + 63) / 64 * 64;
   const int warps = select_warps(p.select, warp_bytes);
   allow_shared_memory(lists_kernel, warps * warp_bytes, "shared memory of the lists");
-  launch_after(lists_kernel, (items + warps - 1) / warps, 32 * warps, warps * warp_bytes, cuda_stream, p,
+  launch_after(lists_kernel, {(items + warps - 1) / warps, 32 * warps, warps * warp_bytes, cuda_stream}, p,
                select_arguments(p.select, 0, items, warp_bytes));
   check(cudaGetLastError(), "lists of columns and diagonals");
 }

@@ -3,6 +3,7 @@
 
 #include "device/cuda_check.h"
 #include "device/cuda_floats.cuh"
+#include "device/kernel.cuh"
 #include "parallel/ring/ring_kernels.h"
 
 namespace sb::gpu {
@@ -95,7 +96,7 @@ __global__ void convert_floats_kernel(const float* from, T* to, int64_t count) {
 void gather_rows(const Exec& exec, const GatherRows& g) {
   SB_CHECK(g.width % 16 == 0 && g.from_stride % 16 == 0 && g.to_stride % 16 == 0, "rows of {} bytes", g.width);
   if (g.count == 0) return;
-  gather_rows_kernel<<<blocks_for(g.count * (g.width / 16)), kThreads, 0, stream_of(exec)>>>(g);
+  launch_kernel(gather_rows_kernel, {blocks_for(g.count * (g.width / 16)), kThreads, 0, stream_of(exec)}, g);
   SB_CUDA_LAUNCHED();
 }
 
@@ -103,16 +104,17 @@ void add_rows(const Exec& exec, const AddRows& a) {
   if (a.count == 0) return;
   const unsigned blocks = blocks_for(a.count * a.width);
   if (a.dtype == DType::bf16)
-    add_rows_kernel<__nv_bfloat16><<<blocks, kThreads, 0, stream_of(exec)>>>(a);
+    launch_kernel(add_rows_kernel<__nv_bfloat16>, {blocks, kThreads, 0, stream_of(exec)}, a);
   else
-    add_rows_kernel<float><<<blocks, kThreads, 0, stream_of(exec)>>>(a);
+    launch_kernel(add_rows_kernel<float>, {blocks, kThreads, 0, stream_of(exec)}, a);
   SB_CUDA_LAUNCHED();
 }
 
 void gather_lse(const Exec& exec, const float* all, int64_t tokens, float* lse, const int32_t* rows, int64_t count,
                 int heads) {
   if (count == 0) return;
-  gather_lse_kernel<<<blocks_for(count * heads), kThreads, 0, stream_of(exec)>>>(all, tokens, lse, rows, count, heads);
+  launch_kernel(gather_lse_kernel, {blocks_for(count * heads), kThreads, 0, stream_of(exec)}, all, tokens, lse, rows,
+                count, heads);
   SB_CUDA_LAUNCHED();
 }
 
@@ -120,21 +122,21 @@ void merge_rows(const Exec& exec, const MergeRows& m) {
   if (m.count == 0) return;
   const unsigned blocks = blocks_for(m.count * m.heads, kThreads / kWarp);
   if (m.dtype == DType::bf16)
-    merge_rows_kernel<__nv_bfloat16><<<blocks, kThreads, 0, stream_of(exec)>>>(m);
+    launch_kernel(merge_rows_kernel<__nv_bfloat16>, {blocks, kThreads, 0, stream_of(exec)}, m);
   else
-    merge_rows_kernel<float><<<blocks, kThreads, 0, stream_of(exec)>>>(m);
+    launch_kernel(merge_rows_kernel<float>, {blocks, kThreads, 0, stream_of(exec)}, m);
   SB_CUDA_LAUNCHED();
 }
 
 void fill(const Exec& exec, float* to, int64_t count, float number) {
   if (count == 0) return;
-  fill_kernel<<<blocks_for(count), kThreads, 0, stream_of(exec)>>>(to, count, number);
+  launch_kernel(fill_kernel, {blocks_for(count), kThreads, 0, stream_of(exec)}, to, count, number);
   SB_CUDA_LAUNCHED();
 }
 
 void add_floats(const Exec& exec, const float* from, float* to, int64_t count) {
   if (count == 0) return;
-  add_floats_kernel<<<blocks_for(count), kThreads, 0, stream_of(exec)>>>(from, to, count);
+  launch_kernel(add_floats_kernel, {blocks_for(count), kThreads, 0, stream_of(exec)}, from, to, count);
   SB_CUDA_LAUNCHED();
 }
 
@@ -142,9 +144,11 @@ void convert_floats(const Exec& exec, const float* from, void* to, DType dtype, 
   if (count == 0) return;
   const unsigned blocks = blocks_for(count);
   if (dtype == DType::bf16)
-    convert_floats_kernel<<<blocks, kThreads, 0, stream_of(exec)>>>(from, static_cast<__nv_bfloat16*>(to), count);
+    launch_kernel(convert_floats_kernel<__nv_bfloat16>, {blocks, kThreads, 0, stream_of(exec)}, from,
+                  static_cast<__nv_bfloat16*>(to), count);
   else
-    convert_floats_kernel<<<blocks, kThreads, 0, stream_of(exec)>>>(from, static_cast<float*>(to), count);
+    launch_kernel(convert_floats_kernel<float>, {blocks, kThreads, 0, stream_of(exec)}, from, static_cast<float*>(to),
+                  count);
   SB_CUDA_LAUNCHED();
 }
 

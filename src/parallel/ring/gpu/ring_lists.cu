@@ -4,6 +4,7 @@
 
 #include "attention/gpu/select/row_lists.cuh"
 #include "device/cuda_check.h"
+#include "device/kernel.cuh"
 
 namespace sb::gpu {
 namespace {
@@ -16,7 +17,7 @@ constexpr int kThreads = 256;
 
 // A warp a row: its entries, in the order in which the selection wrote them, sorted by pass.
 __global__ void __launch_bounds__(kWarp* kCutWarps) cut_rows_kernel(const __grid_constant__ RingCutParams args) {
-  extern __shared__ int32_t shared[];  // of each warp and pass: where its next entry goes
+  SB_DYNAMIC_SHARED(int32_t, shared);  // of each warp and pass: where its next entry goes
   const int warp = threadIdx.x / kWarp, lane = threadIdx.x % kWarp;
   const int number = blockIdx.x * kCutWarps + warp;
   if (number >= args.row_count) return;
@@ -61,7 +62,7 @@ __global__ void __launch_bounds__(kWarp* kCutWarps) cut_rows_kernel(const __grid
 
 // Where every column begins, in one thread block.
 __global__ void __launch_bounds__(kScanThreads) column_offsets_kernel(const __grid_constant__ RingCutParams args) {
-  __shared__ int32_t sums[kScanThreads / kWarp];
+  SB_SHARED(int32_t, sums, [kScanThreads / kWarp]);
   const int lane = threadIdx.x % kWarp, warp = threadIdx.x / kWarp;
   const int each = (args.columns + kScanThreads - 1) / kScanThreads;
   const int begin = min(static_cast<int>(threadIdx.x) * each, args.columns), end = min(begin + each, args.columns);
@@ -92,7 +93,7 @@ __global__ void __launch_bounds__(kScanThreads) column_offsets_kernel(const __gr
 // all key blocks of it in one load; it counts first, and (kWrites) writes when it knows what comes before.
 template <bool kWrites>
 __global__ void __launch_bounds__(kWarp* kColumnWarps) columns_kernel(const __grid_constant__ RingCutParams args) {
-  __shared__ int32_t parts[kColumnWarps][kGroupColumns];
+  SB_SHARED(int32_t, parts, [kColumnWarps][kGroupColumns]);
   const int warp = threadIdx.x / kWarp, lane = threadIdx.x % kWarp;
   const RingGroup group = args.groups[blockIdx.x];
   const int rounds = (group.rows + kWarp * kColumnWarps - 1) / (kWarp * kColumnWarps);
@@ -178,29 +179,31 @@ __global__ void place_statistics_kernel(const __grid_constant__ PlaceStatistics 
 void cut_ring_lists(const RingCutParams& p, void* stream) {
   if (p.row_count == 0) return;
   const auto cuda_stream = static_cast<cudaStream_t>(stream);
-  cut_rows_kernel<<<(p.row_count + kCutWarps - 1) / kCutWarps, kWarp * kCutWarps,
-                    kCutWarps * p.passes * sizeof(int32_t), cuda_stream>>>(p);
+  launch_kernel(cut_rows_kernel,
+                {(p.row_count + kCutWarps - 1) / kCutWarps, kWarp * kCutWarps, kCutWarps * p.passes * sizeof(int32_t),
+                 cuda_stream},
+                p);
   SB_CUDA_LAUNCHED();
-  if (p.group_count > 0) columns_kernel<false><<<p.group_count, kWarp * kColumnWarps, 0, cuda_stream>>>(p);
+  if (p.group_count > 0) launch_kernel(columns_kernel<false>, {p.group_count, kWarp * kColumnWarps, 0, cuda_stream}, p);
   SB_CUDA_LAUNCHED();
-  column_offsets_kernel<<<1, kScanThreads, 0, cuda_stream>>>(p);
+  launch_kernel(column_offsets_kernel, {1, kScanThreads, 0, cuda_stream}, p);
   SB_CUDA_LAUNCHED();
-  if (p.group_count > 0) columns_kernel<true><<<p.group_count, kWarp * kColumnWarps, 0, cuda_stream>>>(p);
+  if (p.group_count > 0) launch_kernel(columns_kernel<true>, {p.group_count, kWarp * kColumnWarps, 0, cuda_stream}, p);
   SB_CUDA_LAUNCHED();
 }
 
 void set_ring_items(const ForwardItem* items, int32_t count, const int32_t* pass_begin, int passes, int pass,
                     ForwardItem* to, void* stream) {
   if (count == 0) return;
-  set_items_kernel<<<(count + kThreads - 1) / kThreads, kThreads, 0, static_cast<cudaStream_t>(stream)>>>(
-      items, count, pass_begin, passes, pass, to);
+  launch_kernel(set_items_kernel, {(count + kThreads - 1) / kThreads, kThreads, 0, static_cast<cudaStream_t>(stream)},
+                items, count, pass_begin, passes, pass, to);
   SB_CUDA_LAUNCHED();
 }
 
 void place_statistics(const PlaceStatistics& p, void* stream) {
   const int64_t blocks = p.piece * p.ranks;
   if (blocks == 0) return;
-  place_statistics_kernel<<<static_cast<unsigned>(blocks), 128, 0, static_cast<cudaStream_t>(stream)>>>(p);
+  launch_kernel(place_statistics_kernel, {static_cast<unsigned>(blocks), 128, 0, static_cast<cudaStream_t>(stream)}, p);
   SB_CUDA_LAUNCHED();
 }
 

@@ -13,6 +13,7 @@
 
 #include "attention/gpu/launch/params.h"
 #include "attention/gpu/plan/work.h"
+#include "device/kernel.cuh"
 #include "tests/attention/gpu/hopper/lists.h"
 
 namespace sb::gpu {
@@ -76,7 +77,7 @@ static __global__ void fill_normal(__nv_bfloat16* out, size_t count, uint32_t se
 
 inline DeviceArray<__nv_bfloat16> random_tensor(size_t count, uint32_t seed) {
   DeviceArray<__nv_bfloat16> out(count);
-  fill_normal<<<1024, 256>>>(out.get(), count, seed);
+  launch_kernel(fill_normal, {1024, 256}, out.get(), count, seed);
   must(cudaGetLastError(), "fill");
   return out;
 }

@@ -5,6 +5,7 @@
 #include <cmath>
 #include <vector>
 
+#include "device/kernel.cuh"
 #include "tests/attention/gpu/hopper/device_case.h"
 
 namespace sb::gpu {
@@ -40,7 +41,9 @@ static __global__ void reference_rows(ReferenceArguments a) {
   const __nv_bfloat16 *q = a.q + row * a.d, *d_o = a.d_o + row * a.d;
   double* p = a.p + (static_cast<int64_t>(head) * gridDim.x + token) * a.max_length;
   double* ds = a.ds + (static_cast<int64_t>(head) * gridDim.x + token) * a.max_length;
-  __shared__ double shared_max, shared_sum, shared_delta;
+  SB_SHARED(double, shared_max);
+  SB_SHARED(double, shared_sum);
+  SB_SHARED(double, shared_delta);
   for (int key = threadIdx.x; key < length; key += blockDim.x) {
     const int64_t at = (static_cast<int64_t>(start + key) * a.kv_heads + kv) * a.d;
     double s = 0, dp = 0;
@@ -164,8 +167,8 @@ inline Reference reference(const Shape& shape, const Tensors& t, const std::vect
                        dv.get(),
                        p.get(),
                        ds.get()};
-  reference_rows<<<dim3(tokens, shape.query_heads), 128>>>(a);
-  reference_keys<<<dim3(tokens, shape.kv_heads), shape.head_dim>>>(a, tokens);
+  launch_kernel(reference_rows, {dim3(tokens, shape.query_heads), 128}, a);
+  launch_kernel(reference_keys, {dim3(tokens, shape.kv_heads), shape.head_dim}, a, tokens);
   must(cudaDeviceSynchronize(), "reference");
   Reference out{o.host(), lse.host(), dq.host(), dk.host(), dv.host(), longest};
   if (matrices) {

@@ -15,7 +15,7 @@
 namespace sb::gpu {
 namespace {
 
-Shape shape_of(int query_heads, int kv_heads) {
+Shape heads_of(int query_heads, int kv_heads) {
   return {0, query_heads, kv_heads, 128, 0.1f};
 }
 
@@ -31,7 +31,7 @@ SelectionConfig config_of(SelectionPattern pattern, int block = kBlock) {
 // Row lists of `plan` have exactly (topk) or at most (others) the length that the staircase makes of random masses; and
 // the masses that the plan provides for are those of the tokens that select.
 void check_plan(const SelectionConfig& config, bool exact, const ScoreTile& score_tile = {16}) {
-  const Shape shape = shape_of(16, 2);
+  const Shape shape = heads_of(16, 2);
   const std::vector<int32_t> cu{0, 4001, 4500, 7000};
   std::vector<SequenceTiles> tiles;
   for (size_t s = 0; s + 1 < cu.size(); ++s)
@@ -129,7 +129,7 @@ TEST(GpuSelectPlan, JoinsTokensWithDifferentKeyBlocks) {
   const SequenceTiles tiles{32768, kBlock, 16, 1, 2, 1638};
   SelectionConfig config = config_of(SelectionPattern::topk);
   config.budget = 1638;
-  const SelectPlan plan = make_select_plan(shape_of(14, 2), cu, {false}, {tiles}, config, {24, 1, true}, 1 << 24);
+  const SelectPlan plan = make_select_plan(heads_of(14, 2), cu, {false}, {tiles}, config, {24, 1, true}, 1 << 24);
   EXPECT_LE(std::ranges::count_if(plan.scores, [](const ScoreItem& item) { return item.tokens < 24; }), 8);
   EXPECT_GT(plan.scores.size(), 500u);
 }
@@ -157,7 +157,7 @@ TEST(GpuSelectPlan, FewTokensOfAQueryBlockFillAnItem) {
   const SelectionConfig config = config_of(SelectionPattern::topk);
   const std::vector<SequenceTiles> tiles{{32768, config.block, 16, 1, 2, 1638}};
   const SelectPlan plan =
-      make_select_plan(shape_of(16, 2), cu, {false}, tiles, config, {192, 1, true, 32, 4}, int64_t{1} << 26);
+      make_select_plan(heads_of(16, 2), cu, {false}, tiles, config, {192, 1, true, 32, 4}, int64_t{1} << 26);
   int64_t tokens = 0;
   for (const ScoreItem& item : plan.scores) tokens += item.tokens;
   EXPECT_GT(tokens, 2 * 32768 / 4);
@@ -170,7 +170,7 @@ TEST(GpuSelectPlan, SequencesCountWhatTheyWant) {
   const std::vector<int32_t> cu{0, 9000, 9100, 12000};
   std::vector<SequenceTiles> tiles;
   for (size_t s = 0; s + 1 < cu.size(); ++s) tiles.push_back({cu[s + 1] - cu[s], config.block, 16, 1, 2, 1300});
-  const SelectPlan plan = make_select_plan(shape_of(16, 2), cu, {false, true, false}, tiles, config, {16}, 1 << 20);
+  const SelectPlan plan = make_select_plan(heads_of(16, 2), cu, {false, true, false}, tiles, config, {16}, 1 << 20);
   ASSERT_EQ(plan.sequences.size(), 3u);
   ASSERT_EQ(plan.mass_classes.size(), 3u);
   for (size_t s = 0; s < 3; ++s) {
@@ -180,7 +180,7 @@ TEST(GpuSelectPlan, SequencesCountWhatTheyWant) {
   }
   EXPECT_NE(plan.mass_classes[0], plan.mass_classes[2]);
   config.order = SelectionOrder::lookahead;
-  EXPECT_EQ(make_select_plan(shape_of(16, 2), cu, {false, true, false}, tiles, config, {16}, 1 << 20).mass_classes,
+  EXPECT_EQ(make_select_plan(heads_of(16, 2), cu, {false, true, false}, tiles, config, {16}, 1 << 20).mass_classes,
             std::vector<int32_t>(3, 0));
 }
 
@@ -204,7 +204,7 @@ TEST(GpuSelectPlan, EveryPartHasARowOfStatistics) {
     config.score_channels = 24;
     std::vector<SequenceTiles> tiles;
     for (size_t s = 0; s + 1 < cu.size(); ++s) tiles.push_back({cu[s + 1] - cu[s], config.block, 16, 1, 2, 1300});
-    const SelectPlan plan = make_select_plan(shape_of(16, 2), cu, {false, true, false}, tiles, config, c.tile, 1 << 20);
+    const SelectPlan plan = make_select_plan(heads_of(16, 2), cu, {false, true, false}, tiles, config, c.tile, 1 << 20);
     EXPECT_EQ(plan.parts, c.parts);
     EXPECT_EQ(plan.statistics, c.statistics);
     EXPECT_EQ(plan.row_width, c.width);
@@ -231,8 +231,8 @@ TEST(GpuSelectPlan, EverySliceIsScored) {
   const std::vector<int32_t> cu{0, 4000};
   const SelectionConfig config = config_of(SelectionPattern::topk);
   const std::vector<SequenceTiles> tiles{{4000, config.block, 16, 1, 2, 1300}};
-  const SelectPlan one = make_select_plan(shape_of(16, 2), cu, {false}, tiles, config, {16}, 20000);
-  const SelectPlan three = make_select_plan(shape_of(96, 2), cu, {false}, tiles, config, {16, 3}, 60000);
+  const SelectPlan one = make_select_plan(heads_of(16, 2), cu, {false}, tiles, config, {16}, 20000);
+  const SelectPlan three = make_select_plan(heads_of(96, 2), cu, {false}, tiles, config, {16, 3}, 60000);
   ASSERT_GT(one.batches.size(), 1u);
   ASSERT_EQ(three.batches.size(), one.batches.size());
   EXPECT_EQ(three.masses, one.masses);
@@ -252,7 +252,7 @@ TEST(GpuSelectPlan, RefusesWhatListsCannotName) {
   const int32_t length = 10 * 1000 * 1000;
   SelectionConfig config = config_of(SelectionPattern::topk);
   const SequenceTiles tiles{length, kBlock, 16, 1, 2, 1300};
-  EXPECT_THROW(make_select_plan(shape_of(16, 2), std::vector<int32_t>{0, length}, {false}, {tiles}, config, {16}, 1000),
+  EXPECT_THROW(make_select_plan(heads_of(16, 2), std::vector<int32_t>{0, length}, {false}, {tiles}, config, {16}, 1000),
                UserError);
 }
 

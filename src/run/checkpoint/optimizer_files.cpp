@@ -1,4 +1,4 @@
-#include "run/checkpoint/optimizer_file.h"
+#include "run/checkpoint/optimizer_files.h"
 
 #include <fmt/format.h>
 
@@ -8,18 +8,21 @@
 #include "core/errors.h"
 #include "device/float16.h"
 #include "device/memory.h"
+#include "model/tensors/tensor_files.h"
 
 namespace sb {
 namespace {
 
-const std::byte* find_values(const SafetensorsFile& file, const std::string& name, const FlatTensor& tensor) {
-  const SafetensorsEntry* entry = file.find(name);
-  SB_USER_CHECK(entry != nullptr, "{}: tensor {} is missing; does the checkpoint belong to another model?",
-                file.path().string(), name);
-  SB_USER_CHECK(entry->shape == tensor.shape && entry->dtype == "F32",
+const std::byte* find_values(TensorFiles& files, const std::filesystem::path& checkpoint, const std::string& name,
+                             const FlatTensor& tensor) {
+  SB_USER_CHECK(files.places().contains(name), "{}: tensor {} is missing; does the checkpoint belong to another model?",
+                checkpoint.string(), name);
+  const SafetensorsEntry& entry = files.entry(name);
+  const SafetensorsFile& file = files.file_of(name);
+  SB_USER_CHECK(entry.shape == tensor.shape && entry.dtype == "F32",
                 "{}: tensor {} is {} {}, but the model needs F32 [{}]; does the checkpoint belong to another model?",
-                file.path().string(), name, entry->dtype, entry->shape_text(), fmt::join(tensor.shape, ", "));
-  return file.data(*entry).data();
+                file.path().string(), name, entry.dtype, entry.shape_text(), fmt::join(tensor.shape, ", "));
+  return file.data(entry).data();
 }
 
 // `from`: fp32, which need not be aligned.
@@ -47,18 +50,18 @@ std::string second_moment_name(const std::string& tensor) {
   return "exp_avg_sq." + tensor;
 }
 
-void read_optimizer_file(const std::filesystem::path& file, const ParameterSet& parameters, const ShardLayout& layout,
-                         int shard, TensorView first_moment, TensorView second_moment) {
+void read_optimizer_files(const std::filesystem::path& checkpoint, const ParameterSet& parameters,
+                          const ShardLayout& layout, int shard, TensorView first_moment, TensorView second_moment) {
   SB_CHECK(first_moment.elements() == layout.shard_elements() && second_moment.elements() == layout.shard_elements(),
            "moments of {} and {} elements for a shard of {}", first_moment.elements(), second_moment.elements(),
            layout.shard_elements());
-  const SafetensorsFile in(file);
+  TensorFiles files(checkpoint, kOptimizerFiles);
   zero_now(first_moment);
   zero_now(second_moment);
   const HostCopy first_values(first_moment), second_values(second_moment);
   for (const FlatTensor& tensor : parameters.flat_tensors()) {
-    const std::byte* first = find_values(in, first_moment_name(tensor.name), tensor);
-    const std::byte* second = find_values(in, second_moment_name(tensor.name), tensor);
+    const std::byte* first = find_values(files, checkpoint, first_moment_name(tensor.name), tensor);
+    const std::byte* second = find_values(files, checkpoint, second_moment_name(tensor.name), tensor);
     std::vector<ShardLayout::Segment> own = layout.segments({tensor.begin, tensor.end});
     std::erase_if(own, [&](const ShardLayout::Segment& segment) { return segment.shard != shard; });
     tensor.each_run([&](int64_t here, int64_t whole, int64_t count) {

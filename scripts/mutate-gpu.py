@@ -1,0 +1,73 @@
+#!/usr/bin/env python3
+"""Are defects of the GPU code found by its tests on the software device? Makes one mutant of every wait, arrive, barrier,
+fence, event, stream argument and bound of an index in the CUDA sources and the host code around them (tests/softgpu/mutate),
+runs the tests that come to that place, and writes who found it: results, a sanitizer, or nobody.
+
+usage: mutate-gpu.py [--sample N [--seed S]] [--only PATH] [--kind KIND]  runs; what is in the log is not run again
+       mutate-gpu.py --list                              prints every site
+       mutate-gpu.py --patch FILE...                     runs changes of your own, as `git diff` writes them, one at a time
+       mutate-gpu.py --table                             prints the table of what the log has
+       mutate-gpu.py --self-test
+
+Fails where a mutant survives that tests/softgpu/mutate/survivors.tsv does not explain. A mutant counts only where the unchanged sources pass the same tests in the same configuration. The log
+(build/mutants/log.jsonl) grows line by line, so that an interrupted run goes on where it was.
+"""
+
+import argparse
+import datetime
+import random
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests" / "softgpu"))
+from mutate import build, report, run, self_test, sites  # noqa: E402
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(usage=__doc__.split("usage: ")[1].split("\n\n")[0], description=__doc__)
+    parser.add_argument("--sample", type=int, metavar="N", help="N sites of those that are no fences")
+    parser.add_argument("--seed", default=datetime.date.today().isoformat(), help="of the sample; the day without it")
+    parser.add_argument("--only", default="", metavar="PATH", help="sites in files whose path contains this")
+    parser.add_argument("--kind", help="sites of this kind")
+    parser.add_argument("--configurations", default="", help="some of " + ", ".join(run.CONFIGURATIONS))
+    parser.add_argument("--limit", type=float, metavar="MINUTES", help="begins no further mutant after that")
+    parser.add_argument("--list", action="store_true")
+    parser.add_argument("--table", action="store_true")
+    parser.add_argument("--self-test", action="store_true")
+    parser.add_argument("--patch", nargs="+", metavar="FILE")
+    options = parser.parse_args()
+    if options.self_test:
+        return self_test.run()
+
+    numbered = list(enumerate(sites.all_sites(ROOT)))
+    chosen = [(number, site) for number, site in numbered
+              if options.only in site.file and options.kind in (None, site.kind)]
+    if options.list:
+        for number, site in chosen:
+            print(f"{number:4d} {site.key} {site.kind:8s} {site.file}:{site.line}: {site.says}")
+        return 0
+    log = report.Log(ROOT / "build" / "mutants" / "log.jsonl")
+    if options.table:
+        print(report.table(numbered, log))
+        return 0
+    configurations = [name for name in run.CONFIGURATIONS if name in (options.configurations or name)]
+    if options.patch:
+        return run.patches(ROOT, [Path(name).resolve() for name in options.patch], configurations)
+
+    if options.sample:
+        chosen = [(number, site) for number, site in chosen if site.kind != "fence"]
+        chosen = random.Random(str(options.seed)).sample(chosen, min(options.sample, len(chosen)))
+        print(f"a sample of {len(chosen)} sites, --seed {options.seed}")
+    tree = build.mutated_tree(ROOT, numbered)
+    found = run.mutants(tree, chosen, configurations, log, options.limit)
+    print(report.summary(found))
+    if not found:
+        print("no mutant was run")
+        return 2
+    return 1 if report.unexplained(found) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
