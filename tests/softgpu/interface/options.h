@@ -3,10 +3,11 @@
 // How strict the software device is in this process, from the environment. Every choice a real device is free to make
 // is made by one of these, so that a run can be repeated.
 //
-//   SOFTGPU_ORDER    forward | reverse | random:N   which thread, warp and block goes on next     (default forward)
-//   SOFTGPU_COPIES   late | eager | random:N        when copies and products that run by themselves happen (late)
-//   SOFTGPU_STREAMS  late | eager | random:N        which of several streams goes on next (late: only what is waited
-//   for) SOFTGPU_DEVICE   h200 | a100                    an a100 has no Hopper instructions              (h200)
+//   SOFTGPU_ORDER    forward | reverse | random:N   which thread, warp and block goes on next (default forward)
+//   SOFTGPU_COPIES   late | eager | random:N        when copies happen that run by themselves (default late);
+//                                                   products always happen when they are waited for
+//   SOFTGPU_STREAMS  late | eager | random:N        which stream goes on next (default late: what is waited for)
+//   SOFTGPU_DEVICE   h200 | a100                    an a100 has no Hopper instructions (default h200)
 //   SOFTGPU_STATS    1                              prints what every kernel took at the end
 //
 // Read once; a word that none of them knows ends the program.
