@@ -477,7 +477,10 @@ TrainSummary run_training(const RunConfig& given, std::FILE* out, bool terminal,
   parts.offload = Trainer::offload(config, parts, memory.training);
   parts.kept_codes = Trainer::kept_codes(config, parts, memory.training);
   parts.checkpoint_copies = copies_that_fit(config, parts, memory.host);
+  if (ranks.world) check_links(config, *ranks.world);
+  const std::string links = leads ? links_text(config, model) : std::string();
   if (leads) console.text(header(config, parts, memory.training));
+  if (!links.empty()) console.text("links: " + links);
   check_memory(config, parts, memory);
 
   const std::unique_ptr<RunDirectory> directory = open_run_directory(config, ranks.world);
@@ -486,8 +489,8 @@ TrainSummary run_training(const RunConfig& given, std::FILE* out, bool terminal,
   const double rate = measure_products(trainer.exec(), model, config.dtype(),
                                        most_rank_tokens(config, Trainer::packing(config, parts)));
   if (leads) {
-    replace_file(directory->path() / "machine.txt",
-                 machine_line(config, rate, thread_count(config, parts.cores)) + "\n");
+    replace_file(directory->path() / "machine.txt", machine_line(config, rate, thread_count(config, parts.cores)) +
+                                                        (links.empty() ? "\n" : "; links: " + links + "\n"));
     warn_of_narrow_kernels(config);
   }
   const RunEstimate estimate = estimate_run(config, model, *sources.train, trainer.state(), rate);
