@@ -3,7 +3,7 @@
 
 #include "tests/cli/cli_fixture.h"
 
-namespace sb::testing {
+namespace sb::test {
 namespace {
 
 class LinksCommand : public Cli {
@@ -95,4 +95,4 @@ TEST_F(LinksCommand, WhatHasNoEffectIsRefused) {
 }
 
 }  // namespace
-}  // namespace sb::testing
+}  // namespace sb::test

@@ -170,6 +170,10 @@ TEST(ProfileFile, APrefixIsMeasuredForAllOperationsOrForNone) {
   json["operations"]["linear_forward"].erase("us_per_prefix");
   EXPECT_NE(complaint(json).find("linear_forward: `us_per_prefix` is missing"), std::string::npos);
   json["operations"]["attention_backward"].erase("us_per_prefix");
+  // The bytes move at the rate of this GPU's memory.
+  const Profile gpu = analytic_profile("h200-analytic", small_profile().shape);
+  json["peak_tflops"] = gpu.peak_tflops;
+  json["memory_bytes"] = gpu.memory_bytes;
   json["operations"]["selection"]["us_per_prefix"] = 7.0;
   const Profile profile = parse_profile(json.dump(), "p.json");
   EXPECT_FALSE(profile.prefix_measured);

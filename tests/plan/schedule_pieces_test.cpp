@@ -239,6 +239,7 @@ TEST(SchedulePieces, NoOrderOfGroupsIsFasterThanTheBound) {
     PipelineTimes& times = in.times;
     Layout layout;
     layout.pp = times.stages;
+    layout.comm = false;  // as without tails
     const CostModel cost(latency, {}, layout);
     times.tail.clear();
     Batches batches;
