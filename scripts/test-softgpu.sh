@@ -63,4 +63,4 @@ run softgpu "all on a device without Hopper's instructions" $every SOFTGPU_DEVIC
 build softgpu-asan
 run softgpu-asan "all under the address sanitizer" $every
 build softgpu-tsan
-run softgpu-tsan "all under the thread sanitizer" $every TSAN_OPTIONS=halt_on_error=1:report_signal_unsafe=0
+run softgpu-tsan "all under the thread sanitizer" $every

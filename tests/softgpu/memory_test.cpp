@@ -83,6 +83,22 @@ TEST(SoftgpuMemoryDeathTest, TheHostsCodeMayNotTouchIt) {
   cudaFree(memory);
 }
 
+// Of much memory a part is closed at a time: who touches it again and again is found.
+TEST(SoftgpuMemoryDeathTest, TheHostsCodeMayNotTouchMuchOfItForLong) {
+  constexpr size_t kBytes = size_t{64} << 20;
+  char* memory = device_memory<char>(kBytes);
+  const auto touches = [&](size_t at) {
+    for (int i = 0; i < 20; ++i) {
+      cudaMemset(memory, i, 16);
+      cudaDeviceSynchronize();
+      static_cast<volatile char*>(memory)[at] = 1;
+    }
+  };
+  EXPECT_DEATH(touches(5), "the host's code touches 5 bytes into");
+  EXPECT_DEATH(touches(kBytes / 2 + 5), "the host's code touches 33554437 bytes into");
+  cudaFree(memory);
+}
+
 TEST(SoftgpuMemoryDeathTest, KernelsMayNotReachBeyondIt) {
   char* memory = device_memory<char>(4096);
   const auto touches = [&](long at) {
