@@ -22,12 +22,6 @@ namespace {
 using namespace sb;
 using namespace sb::gpu;
 
-// After a fork the thread sanitizer sees nothing: what is to die does so in a process of its own.
-[[maybe_unused]] const bool dies_alone = [] {
-  if (kThreadSanitizer) GTEST_FLAG_SET(death_test_style, "threadsafe");
-  return kThreadSanitizer;
-}();
-
 // An array on the device.
 class Numbers {
  public:
@@ -192,7 +186,8 @@ TEST(SoftgpuEngine, AMissingFenceIsARace) {
     EXPECT_EQ(numbers.host()[2], 5);
   };
   message(true);
-  expect_race("message_kernel", [&] { message(false); });
+  // (The last block first: the writer has ended, and its thread is the reader's.)
+  if (options().order != Order::reverse) expect_race("message_kernel", [&] { message(false); });
 }
 
 // --- the copy engine -------------------------------------------------------------------------------------------------
