@@ -275,7 +275,8 @@ TEST_F(CudaRuns, SharedSparseSequencesFollowOneRank) {
                                "attention.dense_below=64", "attention.coverage_rows=2", "train.recompute=layer"})
       more.emplace_back(option);
     more.push_back(fmt::format("train.max_steps={}", steps));
-    more.push_back(sequences(sized(400, 200), sized(700, 300)));  // more keys than the budget
+    more.push_back(sequences(sized(400, 380), sized(700, 500)));  // more keys than the budget
+    more.emplace_back(sized("batch.global_batch_size=6", "batch.global_batch_size=2"));
     return config_of(folder_.path(name), more);
   };
   const RunConfig alone = with("one", {});
