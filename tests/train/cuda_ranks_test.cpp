@@ -268,7 +268,7 @@ PairsByStep pairs_by_step(const RunConfig& config) {
 // Lists are selected, used again when layers are computed a second time, and measured. How many pairs topk takes
 // follows from the lengths alone, whatever is selected where masses tie.
 TEST_F(CudaRuns, SharedSparseSequencesFollowOneRank) {
-  const int64_t steps = sized<int64_t>(last_step(), 2);
+  const int64_t steps = sized<int64_t>(last_step(), 1);
   const auto with = [&](const char* name, std::vector<std::string> more) {
     for (const char* option : {"attention.pattern=topk", "attention.block=64", "attention.sink_blocks=1",
                                "attention.local_blocks=1", sized("attention.budget=256", "attention.budget=128"),
