@@ -3,14 +3,17 @@
 fence, event, stream argument and bound of an index in the CUDA sources and the host code around them (tests/softgpu/mutate),
 runs the tests that come to that place, and writes who found it: results, a sanitizer, or nobody.
 
-usage: mutate-gpu.py [--sample N [--seed S]] [--only PATH] [--kind KIND]  runs; what is in the log is not run again
+usage: mutate-gpu.py [--sample N [--seed S]] [--only PATH] [--kind KIND] [--configurations NAMES]
+                                                         runs; what is in the log is not run again
        mutate-gpu.py --list                              prints every site
        mutate-gpu.py --patch FILE...                     runs changes of your own, as `git diff` writes them, one at a time
        mutate-gpu.py --table                             prints the table of what the log has
        mutate-gpu.py --self-test
 
-Fails where a mutant survives that tests/softgpu/mutate/survivors.tsv does not explain. A mutant counts only where the unchanged sources pass the same tests in the same configuration. The log
-(build/mutants/log.jsonl) grows line by line, so that an interrupted run goes on where it was.
+Fails where a mutant survives that tests/softgpu/mutate/survivors.tsv does not explain. A mutant counts only where the
+unchanged sources pass the same case in the same configuration. The log (build/mutants/log.jsonl) grows line by line, so
+that an interrupted run goes on where it was; a mutant is run again when its file has changed. Which cases are run for a
+file's mutants says tests/softgpu/mutate/cases.py.
 """
 
 import argparse
@@ -33,6 +36,7 @@ def main() -> int:
     parser.add_argument("--kind", help="sites of this kind")
     parser.add_argument("--configurations", default="", help="some of " + ", ".join(run.CONFIGURATIONS))
     parser.add_argument("--limit", type=float, metavar="MINUTES", help="begins no further mutant after that")
+    parser.add_argument("--workers", type=int, default=2, metavar="N", help="mutants at a time")
     parser.add_argument("--list", action="store_true")
     parser.add_argument("--table", action="store_true")
     parser.add_argument("--self-test", action="store_true")
@@ -61,7 +65,7 @@ def main() -> int:
         chosen = random.Random(str(options.seed)).sample(chosen, min(options.sample, len(chosen)))
         print(f"a sample of {len(chosen)} sites, --seed {options.seed}")
     tree = build.mutated_tree(ROOT, numbered)
-    found = run.mutants(tree, chosen, configurations, log, options.limit)
+    found = run.mutants(tree, chosen, configurations, log, options.limit, options.workers)
     print(report.summary(found))
     if not found:
         print("no mutant was run")
