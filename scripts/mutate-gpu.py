@@ -30,8 +30,8 @@ ROOT = Path(__file__).resolve().parent.parent
 
 def main() -> int:
     parser = argparse.ArgumentParser(usage=__doc__.split("usage: ")[1].split("\n\n")[0], description=__doc__)
-    parser.add_argument("--sample", type=int, metavar="N", help="N sites of those that are no fences")
-    parser.add_argument("--seed", default=datetime.date.today().isoformat(), help="of the sample; the day without it")
+    parser.add_argument("--sample", type=int, metavar="N", help="N sites that are neither fences nor explained")
+    parser.add_argument("--seed", default="day", help="of the sample: a word, or the day")
     parser.add_argument("--only", default="", metavar="PATH", help="sites in files whose path contains this")
     parser.add_argument("--kind", help="sites of this kind")
     parser.add_argument("--configurations", default="", help="some of " + ", ".join(run.CONFIGURATIONS))
@@ -60,11 +60,13 @@ def main() -> int:
     if options.patch:
         return run.patches(ROOT, [Path(name).resolve() for name in options.patch], configurations)
 
+    tree = "tree"
     if options.sample:
-        chosen = [(number, site) for number, site in chosen if site.kind != "fence"]
-        chosen = random.Random(str(options.seed)).sample(chosen, min(options.sample, len(chosen)))
-        print(f"a sample of {len(chosen)} sites, --seed {options.seed}")
-    tree = build.mutated_tree(ROOT, numbered)
+        seed = datetime.date.today().isoformat() if options.seed == "day" else options.seed
+        chosen = sites.sample(chosen, options.sample, seed, set(report.explanations()))
+        print(f"a sample of {len(chosen)} sites, --seed {seed}")
+        numbered, tree = chosen, "sample"
+    tree = build.mutated_tree(ROOT, ROOT / "build" / "mutants" / tree, numbered)
     found = run.mutants(tree, chosen, configurations, log, options.limit, options.workers)
     print(report.summary(found))
     if not found:

@@ -1,14 +1,16 @@
 """A copy of the sources with a switch at every site, built as the presets of the software device build."""
 
-import re
+import filecmp
 import shutil
 import subprocess
 from pathlib import Path
 
 from . import sites
 
-def copy_of(root: Path, to: Path) -> Path:
-    """The files that git knows or would know, each written only where it changed, so that little is compiled again."""
+
+def copy_of(root: Path, to: Path, but: set[str] = frozenset()) -> Path:
+    """The files that git knows or would know, each written only where it changed, so that little is compiled again; not
+    those that are written another way."""
     names = subprocess.run(["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"], cwd=root,
                            capture_output=True, check=True, text=True).stdout.split("\0")
     kept = set()
@@ -17,7 +19,7 @@ def copy_of(root: Path, to: Path) -> Path:
         if not source.is_file():
             continue
         kept.add(target)
-        if not target.exists() or source.stat().st_mtime > target.stat().st_mtime:
+        if name not in but and (not target.exists() or not filecmp.cmp(source, target, shallow=False)):
             target.parent.mkdir(parents=True, exist_ok=True)
             shutil.copyfile(source, target)
             shutil.copymode(source, target)
@@ -32,17 +34,16 @@ def write_if_changed(path: Path, text: str) -> None:
         path.write_text(text)
 
 
-def mutated_tree(root: Path, numbered) -> Path:
-    most = int(re.search(r"kMost = (\d+)", (root / "tests/softgpu/mutate/mutant.h").read_text()).group(1))
-    if len(numbered) > most:
-        raise SystemExit(f"mutant.h has room for {most} sites, there are {len(numbered)}: raise kMost")
-    tree = copy_of(root, root / "build" / "mutants" / "tree")
+def mutated_tree(root: Path, tree: Path, numbered) -> Path:
+    """The sources with a switch at each of these sites."""
+    copy_of(root, tree, {site.file for _, site in numbered})
     of_file: dict[str, list] = {}
     for number, site in numbered:
         of_file.setdefault(site.file, []).append((number, site))
     for file, its in of_file.items():
         # By a way that is the same in every copy, so that the compiler cache knows it.
         header = f'#include "{"../" * file.count("/")}tests/softgpu/mutate/mutant.h"\n#line 1\n'
+        (tree / file).parent.mkdir(parents=True, exist_ok=True)
         write_if_changed(tree / file, header + sites.with_switches((root / file).read_text(), its))
     return tree
 

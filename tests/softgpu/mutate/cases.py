@@ -136,16 +136,19 @@ class Choice:
             raise SystemExit(f"tests/softgpu/mutate/cases.py: no case matches '{pattern}'")
         return found
 
-    def of_file(self, file: str) -> tuple[list[Case], list[Case]]:
-        for pattern, lists in FILES:
-            if re.match(pattern, file):
-                first, second = ([c for p in patterns for c in self._matching(p)] for patterns in lists)
-                first = list(dict.fromkeys(first))
-                return first, [c for c in dict.fromkeys(second) if c not in first]
-        raise SystemExit(f"tests/softgpu/mutate/cases.py: no cases for {file}")
+    def of_file(self, file: str, longer: bool) -> list[Case]:
+        """Its first cases, and with `longer` the second ones after them."""
+        patterns = [p for part in lists_of(file)[:1 + longer] for p in part]
+        return list(dict.fromkeys(case for p in patterns for case in self._matching(p)))
+
+
+def lists_of(file: str) -> tuple[list[str], list[str]]:
+    for pattern, lists in FILES:
+        if re.match(pattern, file):
+            return lists
+    raise SystemExit(f"tests/softgpu/mutate/cases.py: no cases for {file}")
 
 
 def programs_of(files) -> list[str]:
     """What must be built for the mutants of these files."""
-    lists = [next(lists for pattern, lists in FILES if re.match(pattern, file)) for file in files]
-    return sorted({p.split(" ")[0] for both in lists for patterns in both for p in patterns})
+    return sorted({p.split(" ")[0] for file in files for part in lists_of(file) for p in part})

@@ -16,8 +16,6 @@ namespace mutant {
 
 class Switches {
  public:
-  static constexpr int kMost = 4096;
-
   Switches() : file_(std::getenv("MUTANT_REACHED")) {
     if (const char* number = std::getenv("MUTANT")) active_ = std::atoi(number);
   }

@@ -5,6 +5,7 @@ import concurrent.futures
 import hashlib
 import json
 import os
+import random
 import re
 import resource
 import signal
@@ -16,7 +17,7 @@ from pathlib import Path
 
 from . import build, cases
 
-# Preset and order of each. Survivors of one go on to the next; "longer" are the second cases of a file (cases.py).
+# Preset and order of each. Survivors of one go on to the next; "longer" are all other cases of a file (cases.py).
 CONFIGURATIONS = {
     "plain": ("softgpu", {}),
     "reverse": ("softgpu", {"SOFTGPU_ORDER": "reverse", "SOFTGPU_COPIES": "eager", "SOFTGPU_STREAMS": "random:1"}),
@@ -26,7 +27,7 @@ CONFIGURATIONS = {
 }
 SLOWER = {"asan": 4.0}  # than the plain order, at most
 # Processor seconds for one mutant in one configuration, after which no further case is begun.
-BUDGET = {"plain": 30.0, "reverse": 15.0, "random": 15.0, "longer": 60.0, "asan": 60.0}
+BUDGET = {"plain": 6.0, "reverse": 15.0, "random": 15.0, "longer": 60.0, "asan": 60.0}
 QUIET = 40.0  # seconds without any processor time after which a run is taken to be blocked
 
 RULES = ((r"ERROR: AddressSanitizer[^\n]*", "sanitizer"), (r"runtime error:[^\n]*", "sanitizer"),
@@ -144,9 +145,10 @@ class Baseline:
 
     def that_reach(self, number: int, those: list[cases.Case]) -> list[tuple[cases.Case, float]]:
         """Of these cases, the quickest that come to every instance of the site, and then the others."""
-        looks = [(case, self.look(case)) for case in those]
+        first = number % max(len(those), 1)  # so that workers do not wait for each other's looks
+        looks = [(case, self.look(case)) for case in those[first:] + those[:first]]
         looks = sorted(((case, look) for case, look in looks if look["passed"] and str(number) in look["sites"]),
-                       key=lambda pair: pair[1]["seconds"])
+                       key=lambda pair: (pair[1]["seconds"], pair[0].name))
         needed, others, seen = [], [], set()
         for case, look in looks:
             instances = set(look["sites"][str(number)])
@@ -166,7 +168,7 @@ class Runner:
 
     def _run(self, case: cases.Case, configuration: str, seconds: float, mutant: dict) -> Run:
         preset, environment = CONFIGURATIONS[configuration]
-        limit = 5 * seconds * SLOWER.get(configuration, 1.5) + 10
+        limit = 5 * seconds * SLOWER.get(configuration, 1.5) + 4
         return once(case, self.tree, self.folders[preset], {**environment, **mutant}, limit)
 
     def _passes_unchanged(self, case: cases.Case, configuration: str, seconds: float) -> bool:
@@ -179,28 +181,31 @@ class Runner:
                 print(f"  {case} fails without a mutant ({configuration}): it says nothing", flush=True)
         return self.passes[key]
 
-    def configuration(self, number: int, file: str, name: str) -> dict:
+    def configuration(self, number: int, file: str, name: str, ran_before: list[str]) -> dict:
         """Who finds this mutant in one configuration."""
-        first, second = self.choice.of_file(file)
-        spent, runs, reached = 0.0, 0, False
-        for case, seconds in self.baseline.that_reach(number, second if name == "longer" else first):
+        spent, ran_now, reached = 0.0, [], False
+        for case, seconds in self.baseline.that_reach(number, self.choice.of_file(file, name == "longer")):
             reached = True
-            if runs and spent + seconds > BUDGET[name]:
+            if name == "longer" and str(case) in ran_before:
+                continue
+            if ran_now and spent + seconds > BUDGET[name]:
                 break
             ran = self._run(case, name, seconds, {"MUTANT": str(number)})
-            spent, runs = spent + ran.seconds, runs + 1
+            spent += ran.seconds
+            ran_now.append(str(case))
             if not ran.passed and self._passes_unchanged(case, name, seconds):
                 by, words = who(ran.output)
-                return {"found": by, "in": name, "test": str(case), "words": words, "cpu": round(spent, 2), "runs": runs}
-        return {"found": "", "reached": reached, "cpu": round(spent, 2), "runs": runs}
+                return {"found": by, "in": name, "test": str(case), "words": words, "cpu": spent, "ran": ran_now}
+        return {"found": "", "reached": reached, "cpu": spent, "ran": ran_now}
 
     def mutant(self, number: int, site, known: dict | None, names: list[str]) -> dict:
         row = known or {"key": site.key, "file": site.file, "line": site.line, "kind": site.kind, "says": site.says,
-                        "source": source_state(self.tree, site.file), "survived": [], "cpu": 0.0, "runs": 0, "reached": False}
+                        "source": source_state(self.tree, site.file), "survived": [], "cpu": 0.0, "runs": 0, "ran": [], "reached": False}
         row = dict(row)
         for name in names:
-            result = self.configuration(number, site.file, name)
-            row["cpu"], row["runs"] = round(row["cpu"] + result["cpu"], 2), row["runs"] + result["runs"]
+            result = self.configuration(number, site.file, name, row["ran"])
+            row["cpu"], row["runs"] = round(row["cpu"] + result["cpu"], 2), row["runs"] + len(result["ran"])
+            row["ran"] = row["ran"] + (result["ran"] if name == "plain" else [])
             row["reached"] = row["reached"] or result.get("reached", True)
             if result["found"]:
                 return {**row, **{k: result[k] for k in ("found", "in", "test", "words")}}
@@ -240,7 +245,7 @@ def mutants(tree: Path, chosen, configurations: list[str], log, minutes: float |
         print(f"{number:4d} {site.kind:8s} {site.file}:{site.line}: {site.says}: {found}, {row['cpu']} s", flush=True)
 
     with concurrent.futures.ThreadPoolExecutor(workers) as pool:
-        list(pool.map(one, chosen))
+        list(pool.map(one, random.Random(0).sample(chosen, len(chosen))))  # those of one file are not neighbours
     for _, site in chosen:
         if (row := log.get(site.key)) and not todo(site):
             results.append((site, row))
@@ -258,8 +263,7 @@ def patches(root: Path, files: list[Path], configurations: list[str]) -> int:
         programs = cases.programs_of(touched)
         build.copy_of(root, tree)
         plain = Runner(tree, configurations, programs)
-        those = {f: plain.choice.of_file(f) for f in touched}
-        ordered = list(dict.fromkeys(c for part in (0, 1) for f in touched for c in those[f][part]))
+        ordered = list(dict.fromkeys(case for name in touched for case in plain.choice.of_file(name, "longer" in configurations)))
         looks = {case: plain.baseline.look(case) for case in ordered}
         subprocess.run(["git", "apply", "--directory", str(tree.relative_to(root)), str(file)], cwd=root, check=True)
         found = ""

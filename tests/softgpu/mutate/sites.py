@@ -6,6 +6,7 @@ which one is wrong (mutant.h). So the table costs one build, not hundreds.
 """
 
 import hashlib
+import random
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -160,3 +161,16 @@ def with_switches(text: str, sites: list[tuple[int, Site]]) -> str:
         parts += [text[at:site.begin], site.mutant.replace("{id}", str(number))]
         at = site.end
     return "".join(parts) + text[at:]
+
+
+def sample(numbered, count: int, seed: str, explained: set[str]):
+    """`count` sites that a test should find, by chance: a few of each file, so that few files are compiled again."""
+    files: dict[str, list] = {}
+    for number, site in numbered:
+        if site.kind != "fence" and site.key not in explained:
+            files.setdefault(site.file, []).append((number, site))
+    chance = random.Random(seed)
+    names = sorted(files)
+    chance.shuffle(names)
+    chosen = [pair for name in names for pair in chance.sample(files[name], min(5, len(files[name])))][:count]
+    return sorted(chosen, key=lambda pair: pair[0])
