@@ -45,16 +45,15 @@ def main() -> int:
     if options.self_test:
         return self_test.run()
 
-    numbered = list(enumerate(sites.all_sites(ROOT)))
-    chosen = [(number, site) for number, site in numbered
-              if options.only in site.file and options.kind in (None, site.kind)]
+    every = sites.all_sites(ROOT)
+    chosen = [site for site in every if options.only in site.file and options.kind in (None, site.kind)]
     if options.list:
-        for number, site in chosen:
-            print(f"{number:4d} {site.key} {site.kind:8s} {site.file}:{site.line}: {site.says}")
+        for site in chosen:
+            print(f"{site.key} {site.kind:8s} {site.file}:{site.line}: {site.says}")
         return 0
     log = report.Log(ROOT / "build" / "mutants" / "log.jsonl")
     if options.table:
-        print(report.table(numbered, log))
+        print(report.table(every, log))
         return 0
     configurations = [name for name in run.CONFIGURATIONS if name in (options.configurations or name)]
     if options.patch:
@@ -65,8 +64,8 @@ def main() -> int:
         seed = datetime.date.today().isoformat() if options.seed == "day" else options.seed
         chosen = sites.sample(chosen, options.sample, seed, set(report.explanations()))
         print(f"a sample of {len(chosen)} sites, --seed {seed}")
-        numbered, tree = chosen, "sample"
-    tree = build.mutated_tree(ROOT, ROOT / "build" / "mutants" / tree, numbered)
+        every, tree = chosen, "sample"
+    tree = build.mutated_tree(ROOT, ROOT / "build" / "mutants" / tree, every)
     found = run.mutants(tree, chosen, configurations, log, options.limit, options.workers)
     print(report.summary(found))
     if not found:

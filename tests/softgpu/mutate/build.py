@@ -34,17 +34,17 @@ def write_if_changed(path: Path, text: str) -> None:
         path.write_text(text)
 
 
-def mutated_tree(root: Path, tree: Path, numbered) -> Path:
+def mutated_tree(root: Path, tree: Path, those: list[sites.Site]) -> Path:
     """The sources with a switch at each of these sites."""
-    copy_of(root, tree, {site.file for _, site in numbered})
+    copy_of(root, tree, {site.file for site in those})
     of_file: dict[str, list] = {}
-    for number, site in numbered:
-        of_file.setdefault(site.file, []).append((number, site))
+    for site in those:
+        of_file.setdefault(site.file, []).append(site)
     for file, its in of_file.items():
         # By a way that is the same in every copy, so that the compiler cache knows it.
         header = f'#include "{"../" * file.count("/")}tests/softgpu/mutate/mutant.h"\n#line 1\n'
         (tree / file).parent.mkdir(parents=True, exist_ok=True)
-        write_if_changed(tree / file, header + sites.with_switches((root / file).read_text(), its))
+        write_if_changed(tree / file, header + sites.with_switches((root / file).read_text(), sorted(its, key=lambda site: site.begin)))
     return tree
 
 

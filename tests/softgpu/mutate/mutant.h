@@ -10,7 +10,8 @@
 #include <cstdlib>
 #include <mutex>
 #include <source_location>
-#include <unordered_map>
+#include <set>
+#include <utility>
 
 namespace mutant {
 
@@ -22,7 +23,7 @@ class Switches {
   ~Switches() {
     std::FILE* const file = file_ ? std::fopen(file_, "a") : nullptr;
     if (!file) return;
-    for (const auto& [key, function] : reached_) std::fprintf(file, "%d %s\n", static_cast<int>(key >> kShift), function);
+    for (const auto& [id, function] : reached_) std::fprintf(file, "%d %s\n", id, function);
     std::fclose(file);
   }
 
@@ -32,22 +33,22 @@ class Switches {
   }
 
  private:
-  static constexpr int kShift = 48;  // of a number above the bits of an address
+  using Place = std::pair<int, const char*>;
 
   void note(int id, const char* function) {
-    const uint64_t key = static_cast<uint64_t>(id) << kShift | reinterpret_cast<uintptr_t>(function);
-    uint64_t& last = noted_[(key * 0x9E3779B97F4A7C15u) >> 50];
-    if (last == key) return;
+    const Place place{id, function};
+    Place& last = noted_[(static_cast<uintptr_t>(id) * 31 + reinterpret_cast<uintptr_t>(function) / 16) % noted_.size()];
+    if (last == place) return;
     const std::lock_guard lock(mutex_);
-    reached_.emplace(key, function);
-    last = key;
+    reached_.insert(place);
+    last = place;
   }
 
   const char* const file_;
   int active_ = -1;
-  std::array<uint64_t, 1 << 14> noted_ = {};  // so that most calls need no lock; a race costs another look
+  std::array<Place, 4096> noted_ = {};  // so that most calls need no lock; a race costs another look
   std::mutex mutex_;
-  std::unordered_map<uint64_t, const char*> reached_;
+  std::set<Place> reached_;
 };
 
 inline Switches switches;

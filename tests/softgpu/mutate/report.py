@@ -100,10 +100,10 @@ def by_file(results) -> list[str]:
     return lines
 
 
-def table(numbered, log) -> str:
-    results = [(site, row) for _, site in numbered if (row := log.get(site.key))]
+def table(sites, log) -> str:
+    results = [(site, row) for site in sites if (row := log.get(site.key))]
     known = explanations()
-    lines = [f"{len(results)} of {len(numbered)} mutants were run, {sum(r['cpu'] for _, r in results):.0f} s of processor time.",
+    lines = [f"{len(results)} of {len(sites)} mutants were run, {sum(r['cpu'] for _, r in results):.0f} s of processor time.",
              "", summary(results), "", *by_file(results), "", "Survivors:", ""]
     for site, row in results:
         if not row["found"] and site.kind != "fence":

@@ -181,16 +181,16 @@ class Runner:
                 print(f"  {case} fails without a mutant ({configuration}): it says nothing", flush=True)
         return self.passes[key]
 
-    def configuration(self, number: int, file: str, name: str, ran_before: list[str]) -> dict:
+    def configuration(self, site, name: str, ran_before: list[str]) -> dict:
         """Who finds this mutant in one configuration."""
         spent, ran_now, reached = 0.0, [], False
-        for case, seconds in self.baseline.that_reach(number, self.choice.of_file(file, name == "longer")):
+        for case, seconds in self.baseline.that_reach(site.number, self.choice.of_file(site.file, name == "longer")):
             reached = True
             if name == "longer" and str(case) in ran_before:
                 continue
             if ran_now and spent + seconds > BUDGET[name]:
                 break
-            ran = self._run(case, name, seconds, {"MUTANT": str(number)})
+            ran = self._run(case, name, seconds, {"MUTANT": str(site.number)})
             spent += ran.seconds
             ran_now.append(str(case))
             if not ran.passed and self._passes_unchanged(case, name, seconds):
@@ -198,12 +198,12 @@ class Runner:
                 return {"found": by, "in": name, "test": str(case), "words": words, "cpu": spent, "ran": ran_now}
         return {"found": "", "reached": reached, "cpu": spent, "ran": ran_now}
 
-    def mutant(self, number: int, site, known: dict | None, names: list[str]) -> dict:
+    def mutant(self, site, known: dict | None, names: list[str]) -> dict:
         row = known or {"key": site.key, "file": site.file, "line": site.line, "kind": site.kind, "says": site.says,
                         "source": source_state(self.tree, site.file), "survived": [], "cpu": 0.0, "runs": 0, "ran": [], "reached": False}
         row = dict(row)
         for name in names:
-            result = self.configuration(number, site.file, name, row["ran"])
+            result = self.configuration(site, name, row["ran"])
             row["cpu"], row["runs"] = round(row["cpu"] + result["cpu"], 2), row["runs"] + len(result["ran"])
             row["ran"] = row["ran"] + (result["ran"] if name == "plain" else [])
             row["reached"] = row["reached"] or result.get("reached", True)
@@ -220,7 +220,7 @@ def source_state(tree: Path, file: str) -> str:
 
 
 def mutants(tree: Path, chosen, configurations: list[str], log, minutes: float | None, workers: int) -> list:
-    runner = Runner(tree, configurations, cases.programs_of({site.file for _, site in chosen}))
+    runner = Runner(tree, configurations, cases.programs_of({site.file for site in chosen}))
     begun, results = time.monotonic(), []
 
     def todo(site) -> list[str]:
@@ -231,22 +231,21 @@ def mutants(tree: Path, chosen, configurations: list[str], log, minutes: float |
             return []
         return [name for name in configurations if not known or name not in known["survived"]]
 
-    def one(pair):
-        number, site = pair
+    def one(site):
         names = todo(site)
         if not names or (minutes and time.monotonic() - begun > 60 * minutes):
             return
         known = log.get(site.key)
         if known and known["source"] != source_state(tree, site.file):
             known = None
-        row = runner.mutant(number, site, known, names)
+        row = runner.mutant(site, known, names)
         log.add(row)
         found = f"found by {row['found']} ({row['in']})" if row["found"] else "SURVIVES"
-        print(f"{number:4d} {site.kind:8s} {site.file}:{site.line}: {site.says}: {found}, {row['cpu']} s", flush=True)
+        print(f"{site.kind:8s} {site.file}:{site.line}: {site.says}: {found}, {row['cpu']} s", flush=True)
 
     with concurrent.futures.ThreadPoolExecutor(workers) as pool:
         list(pool.map(one, random.Random(0).sample(chosen, len(chosen))))  # those of one file are not neighbours
-    for _, site in chosen:
+    for site in chosen:
         if (row := log.get(site.key)) and not todo(site):
             results.append((site, row))
     if len(results) < len(chosen):
