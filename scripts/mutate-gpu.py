@@ -34,7 +34,8 @@ def main() -> int:
     parser.add_argument("--seed", default="day", help="of the sample: a word, or the day")
     parser.add_argument("--only", default="", metavar="PATH", help="sites in files whose path contains this")
     parser.add_argument("--kind", help="sites of this kind")
-    parser.add_argument("--configurations", default="", help="some of " + ", ".join(run.CONFIGURATIONS))
+    parser.add_argument("--configurations", metavar="NAMES", help="some of " + ",".join(run.CONFIGURATIONS) +
+                        "; without it plain and reverse for a sample, all but asan else")
     parser.add_argument("--limit", type=float, metavar="MINUTES", help="begins no further mutant after that")
     parser.add_argument("--workers", type=int, default=2, metavar="N", help="mutants at a time")
     parser.add_argument("--list", action="store_true")
@@ -55,7 +56,10 @@ def main() -> int:
     if options.table:
         print(report.table(every, log))
         return 0
-    configurations = [name for name in run.CONFIGURATIONS if name in (options.configurations or name)]
+    usual = "plain,reverse" if options.sample else "plain,reverse,random,longer"
+    configurations = (options.configurations or usual).split(",")
+    if unknown := set(configurations) - set(run.CONFIGURATIONS):
+        parser.error(f"--configurations: there is no {', '.join(sorted(unknown))}")
     if options.patch:
         return run.patches(ROOT, [Path(name).resolve() for name in options.patch], configurations)
 
@@ -66,7 +70,7 @@ def main() -> int:
         print(f"a sample of {len(chosen)} sites, --seed {seed}")
         every, tree = chosen, "sample"
     tree = build.mutated_tree(ROOT, ROOT / "build" / "mutants" / tree, every)
-    found = run.mutants(tree, chosen, configurations, log, options.limit, options.workers)
+    found = run.mutants(ROOT, tree, chosen, configurations, log, options.limit, options.workers)
     print(report.summary(found))
     if not found:
         print("no mutant was run")

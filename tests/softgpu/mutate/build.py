@@ -44,7 +44,8 @@ def mutated_tree(root: Path, tree: Path, those: list[sites.Site]) -> Path:
         # By a way that is the same in every copy, so that the compiler cache knows it.
         header = f'#include "{"../" * file.count("/")}tests/softgpu/mutate/mutant.h"\n#line 1\n'
         (tree / file).parent.mkdir(parents=True, exist_ok=True)
-        write_if_changed(tree / file, header + sites.with_switches((root / file).read_text(), sorted(its, key=lambda site: site.begin)))
+        its.sort(key=lambda site: site.begin)
+        write_if_changed(tree / file, header + sites.with_switches((root / file).read_text(), its))
     return tree
 
 

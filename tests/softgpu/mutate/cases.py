@@ -83,8 +83,8 @@ FILES = (
     (r"src/attention/gpu/plan/work\.cu", HOPPER),
     ("src/attention/gpu/", HOST),
 )
-# Of these no case calls a stream by its name: what they launch is on the default one.
-STREAMS = {"attention_hopper_test", "attention_select_test"}
+# These two take "--short NAME", the others a filter.
+OWN_FILTERS = {"attention_hopper_test", "attention_select_test"}
 
 
 @dataclass(frozen=True)
@@ -97,7 +97,7 @@ class Case:
 
     def command(self, folder: Path) -> list[str]:
         path = str(folder / PROGRAMS[self.program][0])
-        if self.program.startswith("attention_") and self.program in STREAMS:
+        if self.program in OWN_FILTERS:
             return [path, "--short", self.name]
         return [path, f"--gtest_filter={self.name}", "--gtest_fail_fast"]
 
@@ -149,6 +149,6 @@ def lists_of(file: str) -> tuple[list[str], list[str]]:
     raise SystemExit(f"tests/softgpu/mutate/cases.py: no cases for {file}")
 
 
-def programs_of(files) -> list[str]:
+def programs_of(files, longer: bool) -> list[str]:
     """What must be built for the mutants of these files."""
-    return sorted({p.split(" ")[0] for file in files for part in lists_of(file) for p in part})
+    return sorted({p.split(" ")[0] for file in files for part in lists_of(file)[:1 + longer] for p in part})

@@ -9,8 +9,8 @@
 #include <cstdio>
 #include <cstdlib>
 #include <mutex>
-#include <source_location>
 #include <set>
+#include <source_location>
 #include <utility>
 
 namespace mutant {
@@ -37,7 +37,8 @@ class Switches {
 
   void note(int id, const char* function) {
     const Place place{id, function};
-    Place& last = noted_[(static_cast<uintptr_t>(id) * 31 + reinterpret_cast<uintptr_t>(function) / 16) % noted_.size()];
+    Place& last =
+        noted_[(static_cast<uintptr_t>(id) * 31 + reinterpret_cast<uintptr_t>(function) / 16) % noted_.size()];
     if (last == place) return;
     const std::lock_guard lock(mutex_);
     reached_.insert(place);
@@ -57,8 +58,8 @@ inline bool is(int id, const char* function = std::source_location::current().fu
   return switches.is(id, function);
 }
 
-// A stream's own order is lost on the default one: ours are created so that they do not wait for it. What is on the default
-// one already is no mutant.
+// A stream's own order is lost on the default one: ours are created so that they do not wait for it. What is on the
+// default one already is no mutant.
 template <typename Stream>
 Stream stream(int id, Stream right, const char* function = std::source_location::current().function_name()) {
   return right != Stream{} && is(id, function) ? Stream{} : right;

@@ -2,6 +2,7 @@
 
 import collections
 import concurrent.futures
+import glob
 import hashlib
 import json
 import os
@@ -28,24 +29,26 @@ CONFIGURATIONS = {
 SLOWER = {"asan": 4.0}  # than the plain order, at most
 # Processor seconds for one mutant in one configuration, after which no further case is begun.
 BUDGET = {"plain": 6.0, "reverse": 15.0, "random": 15.0, "longer": 60.0, "asan": 60.0}
-QUIET = 40.0  # seconds without any processor time after which a run is taken to be blocked
+QUIET = 40.0  # seconds in which no thread of a run wants the processor: it is blocked
 
 RULES = ((r"ERROR: AddressSanitizer[^\n]*", "sanitizer"), (r"runtime error:[^\n]*", "sanitizer"),
          (r"softgpu: [^\n]*deadlock[^\n]*", "deadlock"), (r"softgpu: (?!a software)[^\n]*", "rule"))
 
 
-def processor_seconds(session: int) -> float:
-    """Of all processes that a run has now."""
-    ticks = 0
-    for entry in os.listdir("/proc"):
-        if entry.isdigit():
-            try:
-                fields = Path(f"/proc/{entry}/stat").read_text().rpartition(")")[2].split()
-            except OSError:
+def activity(session: int) -> tuple[int, bool]:
+    """The processor time that all threads of a run have taken, and whether one of them wants more."""
+    ticks, wants = 0, False
+    for path in glob.glob("/proc/[0-9]*/stat"):
+        try:
+            fields = Path(path).read_text().rpartition(")")[2].split()
+            if int(fields[3]) != session:
                 continue
-            if int(fields[3]) == session:
-                ticks += int(fields[11]) + int(fields[12])
-    return ticks / os.sysconf("SC_CLK_TCK")
+            ticks += int(fields[11]) + int(fields[12])
+            for task in glob.glob(path.replace("stat", "task/*/stat")):
+                wants |= Path(task).read_text().rpartition(")")[2].split()[0] in "RD"
+        except OSError:  # it has ended
+            continue
+    return ticks, wants
 
 
 Run = collections.namedtuple("Run", "passed output seconds")
@@ -65,10 +68,10 @@ def once(case: cases.Case, tree: Path, folder: Path, environment: dict, limit: f
         over = threading.Event()
 
         def watch():
-            last, since = 0.0, time.monotonic()
-            while not over.wait(2):
-                now = processor_seconds(process.pid)
-                if now > last:
+            last, since = 0, time.monotonic()
+            while not over.wait(5):
+                now, wants = activity(process.pid)
+                if now > last or wants:
                     last, since = now, time.monotonic()
                 elif time.monotonic() - since > QUIET:
                     blocked.set()
@@ -105,7 +108,7 @@ class Baseline:
 
     def __init__(self, tree: Path, folder: Path):
         self.tree, self.folder = tree, folder
-        self.file = tree.parent / "baseline.json"
+        self.file = tree / "build" / "baseline.json"
         self.programs = {}
         self.kept = json.loads(self.file.read_text()) if self.file.exists() else {}
         self.lock = threading.Lock()
@@ -113,7 +116,8 @@ class Baseline:
 
     def _state(self, program: str) -> str:
         if program not in self.programs:
-            self.programs[program] = hashlib.sha256((self.folder / cases.PROGRAMS[program][0]).read_bytes()).hexdigest()[:16]
+            path = self.folder / cases.PROGRAMS[program][0]
+            self.programs[program] = hashlib.sha256(path.read_bytes()).hexdigest()[:16]
         return self.programs[program]
 
     def look(self, case: cases.Case) -> dict:
@@ -158,25 +162,25 @@ class Baseline:
 
 
 class Runner:
-    def __init__(self, tree: Path, configurations: list[str], programs: list[str]):
-        self.tree, self.configurations = tree, configurations
+    def __init__(self, root: Path, tree: Path, configurations: list[str], programs: list[str]):
+        self.root, self.tree, self.configurations = root, tree, configurations
         self.folders = {preset: build.compile_preset(tree, preset, programs)
                         for preset in sorted({"softgpu"} | {CONFIGURATIONS[name][0] for name in configurations})}
         self.baseline = Baseline(tree, self.folders["softgpu"])
         self.choice = cases.Choice(tree, self.folders["softgpu"])
         self.passes: dict[tuple[str, cases.Case], bool] = {}
 
-    def _run(self, case: cases.Case, configuration: str, seconds: float, mutant: dict) -> Run:
+    def run(self, case: cases.Case, configuration: str, seconds: float, mutant: dict) -> Run:
         preset, environment = CONFIGURATIONS[configuration]
         limit = 5 * seconds * SLOWER.get(configuration, 1.5) + 4
         return once(case, self.tree, self.folders[preset], {**environment, **mutant}, limit)
 
-    def _passes_unchanged(self, case: cases.Case, configuration: str, seconds: float) -> bool:
+    def passes_unchanged(self, case: cases.Case, configuration: str, seconds: float) -> bool:
         if CONFIGURATIONS[configuration] == CONFIGURATIONS["plain"]:
             return True  # Baseline has seen it
         key = configuration, case
         if key not in self.passes:
-            self.passes[key] = self._run(case, configuration, seconds, {}).passed
+            self.passes[key] = self.run(case, configuration, seconds, {}).passed
             if not self.passes[key]:
                 print(f"  {case} fails without a mutant ({configuration}): it says nothing", flush=True)
         return self.passes[key]
@@ -190,17 +194,18 @@ class Runner:
                 continue
             if ran_now and spent + seconds > BUDGET[name]:
                 break
-            ran = self._run(case, name, seconds, {"MUTANT": str(site.number)})
+            ran = self.run(case, name, seconds, {"MUTANT": str(site.number)})
             spent += ran.seconds
             ran_now.append(str(case))
-            if not ran.passed and self._passes_unchanged(case, name, seconds):
+            if not ran.passed and self.passes_unchanged(case, name, seconds):
                 by, words = who(ran.output)
                 return {"found": by, "in": name, "test": str(case), "words": words, "cpu": spent, "ran": ran_now}
         return {"found": "", "reached": reached, "cpu": spent, "ran": ran_now}
 
     def mutant(self, site, known: dict | None, names: list[str]) -> dict:
         row = known or {"key": site.key, "file": site.file, "line": site.line, "kind": site.kind, "says": site.says,
-                        "source": source_state(self.tree, site.file), "survived": [], "cpu": 0.0, "runs": 0, "ran": [], "reached": False}
+                        "source": source_state(self.root, site.file), "survived": [], "cpu": 0.0, "runs": 0, "ran": [],
+                        "reached": False}
         row = dict(row)
         for name in names:
             result = self.configuration(site, name, row["ran"])
@@ -213,19 +218,18 @@ class Runner:
         return {**row, "found": ""}
 
 
-def source_state(tree: Path, file: str) -> str:
-    # Without the switches: their numbers change with other files.
-    text = re.sub(r"mutant::\w+\(\d+", "", (tree / file).read_text())
-    return hashlib.sha256(text.encode()).hexdigest()[:12]
+def source_state(root: Path, file: str) -> str:
+    return hashlib.sha256((root / file).read_bytes()).hexdigest()[:12]
 
 
-def mutants(tree: Path, chosen, configurations: list[str], log, minutes: float | None, workers: int) -> list:
-    runner = Runner(tree, configurations, cases.programs_of({site.file for site in chosen}))
+def mutants(root: Path, tree: Path, chosen, configurations: list[str], log, minutes: float | None, workers: int) -> list:
+    programs = cases.programs_of({site.file for site in chosen}, "longer" in configurations)
+    runner = Runner(root, tree, configurations, programs)
     begun, results = time.monotonic(), []
 
     def todo(site) -> list[str]:
         known = log.get(site.key)
-        if known and known["source"] != source_state(tree, site.file):
+        if known and known["source"] != source_state(root, site.file):
             known = None
         if known and known["found"]:
             return []
@@ -236,7 +240,7 @@ def mutants(tree: Path, chosen, configurations: list[str], log, minutes: float |
         if not names or (minutes and time.monotonic() - begun > 60 * minutes):
             return
         known = log.get(site.key)
-        if known and known["source"] != source_state(tree, site.file):
+        if known and known["source"] != source_state(root, site.file):
             known = None
         row = runner.mutant(site, known, names)
         log.add(row)
@@ -254,30 +258,30 @@ def mutants(tree: Path, chosen, configurations: list[str], log, minutes: float |
 
 
 def patches(root: Path, files: list[Path], configurations: list[str]) -> int:
-    """Changes of one's own, each in a copy of its own sources: every case of the programs that concern its files."""
+    """Changes of one's own, each in a copy of its own sources: the cases of the files that it changes."""
     lived = 0
-    tree = build.copy_of(root, root / "build" / "mutants" / "patched")
+    tree = root / "build" / "mutants" / "patched"
     for file in files:
         touched = [name for name in re.findall(r"^\+\+\+ b/(\S+)", file.read_text(), re.M) if name.startswith("src/")]
-        programs = cases.programs_of(touched)
+        programs = cases.programs_of(touched, "longer" in configurations)
         build.copy_of(root, tree)
-        plain = Runner(tree, configurations, programs)
-        ordered = list(dict.fromkeys(case for name in touched for case in plain.choice.of_file(name, "longer" in configurations)))
-        looks = {case: plain.baseline.look(case) for case in ordered}
-        subprocess.run(["git", "apply", "--directory", str(tree.relative_to(root)), str(file)], cwd=root, check=True)
+        plain = Runner(root, tree, configurations, programs)
+        those = [case for name in touched for case in plain.choice.of_file(name, "longer" in configurations)]
+        looks = {case: plain.baseline.look(case) for case in dict.fromkeys(those)}
+        runs = [(name, case, look["seconds"]) for name in configurations for case, look in looks.items()
+                if look["passed"] and plain.passes_unchanged(case, name, look["seconds"])]
+        in_tree = ["git", "apply", "--directory", str(tree.relative_to(root))]
+        subprocess.run([*in_tree, str(file)], cwd=root, check=True)
         found = ""
         try:
-            changed = Runner(tree, configurations, programs)
-            for name in configurations:
-                for case in ordered:
-                    ran = changed._run(case, name, looks[case]["seconds"], {}) if looks[case]["passed"] else None
-                    if ran and not ran.passed:
-                        found = f"found by {who(ran.output)[0]} ({name}, {case}): {who(ran.output)[1]}"
-                        break
-                if found:
+            changed = Runner(root, tree, configurations, programs)
+            for name, case, seconds in runs:
+                ran = changed.run(case, name, seconds, {})
+                if not ran.passed:
+                    found = f"found by {who(ran.output)[0]} ({name}, {case}): {who(ran.output)[1]}"
                     break
         finally:
-            subprocess.run(["git", "apply", "-R", "--directory", str(tree.relative_to(root)), str(file)], cwd=root, check=True)
+            subprocess.run([*in_tree, "-R", str(file)], cwd=root, check=True)
         print(f"{file.name}: {found or 'SURVIVES'}", flush=True)
         lived += not found
     return 1 if lived else 0
