@@ -71,7 +71,8 @@ class Fp8Test : public OpsTest {
   }
   std::vector<uint8_t> codes(const uint8_t* from, int64_t count) const {
     // Whole words.
-    const std::vector<char> all = bytes(TensorView(const_cast<uint8_t*>(from), DType::i32, {count / 4}, GetParam().device));
+    const std::vector<char> all =
+        bytes(TensorView(const_cast<uint8_t*>(from), DType::i32, {count / 4}, GetParam().device));
     return {all.begin(), all.end()};
   }
   std::vector<float> scales(const Fp8Matrix& of) const {
