@@ -70,10 +70,10 @@ class Fp8Test : public OpsTest {
     return fp8_allocate(arenas_.back(), rows, columns, layout);
   }
   std::vector<uint8_t> codes(const uint8_t* from, int64_t count) const {
-    const HostCopy copy(
-        TensorView(const_cast<uint8_t*>(from), DType::i32, {count / 4}, GetParam().device));  // whole words
-    const auto* bytes = static_cast<const uint8_t*>(copy.view().raw());
-    return {bytes, bytes + count};
+    // Whole words.
+    const std::vector<char> all =
+        bytes(TensorView(const_cast<uint8_t*>(from), DType::i32, {count / 4}, GetParam().device));
+    return {all.begin(), all.end()};
   }
   std::vector<float> scales(const Fp8Matrix& of) const {
     return {host(TensorView(of.largest, DType::f32, {1}, GetParam().device))[0],

@@ -100,14 +100,30 @@ TensorView OpsTest::filled_f32(Shape shape, float value) {
   return floats(std::vector<float>(static_cast<size_t>(shape.elements()), value), shape);
 }
 
-std::vector<float> OpsTest::host(const TensorView& view) const {
-  const HostCopy copy(view);
-  std::vector<float> values;
-  if (view.dtype() == DType::f32) {
-    values.assign(copy.view().f32(), copy.view().f32() + view.elements());
+// By the operation's own stream and no wait for the whole device: what was launched on another stream is missed.
+std::vector<char> OpsTest::bytes(const TensorView& view) const {
+  std::vector<char> out(static_cast<size_t>(view.bytes()));
+  if (out.empty()) return out;
+  if (on_cuda()) {
+    cuda::copy(exec_.stream, view.raw(), out.data(), view.bytes());
+    cuda::synchronize(exec_.stream);
   } else {
-    const auto* bits = static_cast<const uint16_t*>(copy.view().raw());
-    for (int64_t i = 0; i < view.elements(); ++i) values.push_back(from_bf16_bits(bits[i]));
+    std::memcpy(out.data(), view.raw(), out.size());
+  }
+  return out;
+}
+
+std::vector<float> OpsTest::host(const TensorView& view) const {
+  const std::vector<char> all = bytes(view);
+  std::vector<float> values(static_cast<size_t>(view.elements()));
+  if (view.dtype() == DType::f32) {
+    std::memcpy(values.data(), all.data(), all.size());
+    return values;
+  }
+  for (size_t i = 0; i < values.size(); ++i) {
+    uint16_t half;
+    std::memcpy(&half, all.data() + 2 * i, 2);
+    values[i] = from_bf16_bits(half);
   }
   return values;
 }

@@ -43,6 +43,7 @@ class OpsTest : public ::testing::TestWithParam<DeviceParam> {
   TensorView filled_f32(Shape shape, float value);
   TensorView halves(const std::vector<float>& values, Shape shape);
   std::vector<float> host(const TensorView& view) const;
+  std::vector<char> bytes(const TensorView& view) const;
 
   // Normal numbers times `scale` that the type of the test holds exactly.
   std::vector<float> random_operand(int64_t count, uint64_t seed, double scale = 1.0) const;

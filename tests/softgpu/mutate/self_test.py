@@ -13,6 +13,7 @@ __global__ void kernel(Args args) {
   async_fence();
   for (int i = 0; i < kSteps; ++i) step<D / 2>(i);
   if constexpr (Rows < most) rest();
+  if (of(x) - item.first < item.tokens) next();  // the left side is more than what stands next to the sign
 }
 void launch(cudaStream_t stream) {
   launch_kernel(kernel, {blocks, 128, 0, stream}, args);
@@ -43,13 +44,13 @@ def run() -> int:
     host = [(s.kind, s.text) for s in sites.sites_of("src/a/host.cpp", HOST)]
     expect("a host file's sites", host, [("event", "slot[i].copied.record(exec)"),
                                          ("event", "cuda::wait_on_stream(event.get(), exec.stream)")])
-    found = list(enumerate(sites.sites_of("src/a/kernel.cu", KERNEL)))
+    found = sites.sites_of("src/a/kernel.cu", KERNEL)
     text = sites.with_switches(KERNEL, found)
-    expect("a switched barrier", "(mutant::is(1) ? (void)0 : (void)(__syncthreads()));" in text, True)
-    expect("a switched bound", "(mutant::is(2) ? row > args.count : row >= args.count)" in text, True)
-    expect("a switched stream", "{blocks, 128, 0, mutant::stream(6, stream)}" in text, True)
+    expect("a switched barrier", f"(mutant::is({found[1].number}) ? (void)0 : (void)(__syncthreads()));" in text, True)
+    expect("a switched bound", f"(mutant::is({found[2].number}) ? row > args.count : row >= args.count)" in text, True)
+    expect("a switched stream", f"{{blocks, 128, 0, mutant::stream({found[6].number}, stream)}}" in text, True)
     moved = [s.key for s in sites.sites_of("src/a/kernel.cu", "\n\n" + KERNEL)]
-    expect("keys after lines were added above", moved, [s.key for _, s in found])
+    expect("keys after lines were added above", moved, [s.key for s in found])
     for failure in failures:
         print("FAILED:", failure)
     print("mutate-gpu: self-test", "failed" if failures else "passed")

@@ -6,6 +6,7 @@ which one is wrong (mutant.h). So the table costs one build, not hundreds.
 """
 
 import hashlib
+import random
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -38,6 +39,7 @@ DEFINITIONS = ("src/attention/gpu/hopper/ptx.cuh", "src/attention/gpu/hopper/wgm
 @dataclass(frozen=True)
 class Site:
     key: str  # the same as long as the line and its place among equal lines of the file are
+    number: int  # of the switch, from the key, so that a change of one file leaves the others as they are
     file: str
     line: int
     kind: str
@@ -77,7 +79,7 @@ def calls(code: str, names: tuple[str, ...], method: bool = False):
 
 # A comparison of plain operands: names, members, elements, sums and products of those.
 OPERAND = r"(?:[A-Za-z_][\w.]*(?:\[[^\[\]]*\])?(?: [-+*] [\w.]+)*)"
-COMPARISON = re.compile(rf"(?<![\w.*+\]-] )\b({OPERAND}) (<|>=) ((?!k[A-Z])(?!\d)(?!D\b){OPERAND})(?= ?(?:\)|&&|\|\||;|\?))")
+COMPARISON = re.compile(rf"(?<![\w.*+\]-] )(?<![.>])\b({OPERAND}) (<|>=) ((?!k[A-Z])(?!\d)(?!D\b){OPERAND})(?= ?(?:\)|&&|\|\||;|\?))")
 LOOSER = {"<": "<=", ">=": ">"}
 
 
@@ -137,7 +139,7 @@ def sites_of(file: str, text: str) -> list[Site]:
         whole = text[text.rfind("\n", 0, begin) + 1:text.find("\n", end)].strip()
         nth = seen[(whole, says)] = seen.get((whole, says), 0) + 1
         key = hashlib.sha256(f"{file}|{whole}|{says}|{nth}".encode()).hexdigest()[:10]
-        sites.append(Site(key, file, line, kind, begin, end, text[begin:end], mutant, says))
+        sites.append(Site(key, int(key, 16) % 2**31, file, line, kind, begin, end, text[begin:end], mutant, says))
     return sites
 
 
@@ -150,13 +152,27 @@ def gpu_sources(root: Path) -> list[str]:
 
 
 def all_sites(root: Path) -> list[Site]:
-    return [site for file in gpu_sources(root) for site in sites_of(file, (root / file).read_text())]
+    found = [site for file in gpu_sources(root) for site in sites_of(file, (root / file).read_text())]
+    assert len({site.number for site in found}) == len(found), "two sites have one number"
+    return found
 
 
-def with_switches(text: str, sites: list[tuple[int, Site]]) -> str:
+def with_switches(text: str, sites: list[Site]) -> str:
     """The text of a file in which every site of it can be switched to its mutant by number."""
     parts, at = [], 0
-    for number, site in sites:
-        parts += [text[at:site.begin], site.mutant.replace("{id}", str(number))]
+    for site in sites:
+        parts += [text[at:site.begin], site.mutant.replace("{id}", str(site.number))]
         at = site.end
     return "".join(parts) + text[at:]
+
+
+def sample(those: list[Site], count: int, seed: str, explained: set[str]) -> list[Site]:
+    """`count` sites that a test should find, by chance: a few of each file, so that few files are compiled again."""
+    files: dict[str, list[Site]] = {}
+    for site in those:
+        if site.kind != "fence" and site.key not in explained:
+            files.setdefault(site.file, []).append(site)
+    chance = random.Random(seed)
+    names = sorted(files)
+    chance.shuffle(names)
+    return [site for name in names for site in chance.sample(files[name], min(5, len(files[name])))][:count]
