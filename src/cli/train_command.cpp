@@ -79,7 +79,10 @@ void run(const TrainArguments& arguments) {
 
   // A run does not end because the program that its output is piped to has ended.
   std::signal(SIGPIPE, SIG_IGN);
-  const std::unique_ptr<Communicator> world = open_world_communicator(std::chrono::seconds(config.parallel.timeout));
+  WorldOptions options;
+  options.timeout = std::chrono::seconds(config.parallel.timeout);
+  options.start_timeout = std::chrono::seconds(config.parallel.start_timeout);
+  const std::unique_ptr<Communicator> world = open_world_communicator(options);
   train(config, *world);
 }
 

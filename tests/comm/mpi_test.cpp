@@ -10,6 +10,7 @@
 #include <iostream>
 #include <thread>
 
+#include "comm/host_name.h"
 #include "comm/world.h"
 #include "tests/comm/comm_cases.h"
 
@@ -24,7 +25,7 @@ volatile sig_atomic_t got_signal = 0;
 int run_as_rank(const std::string& what) {
   if (what == "exit") return 7;
   const bool impatient = what == "timeout" || what == "mismatch";
-  const auto world = open_world_communicator(impatient ? milliseconds(500) : milliseconds(60'000));
+  const auto world = open_world_communicator({.timeout = milliseconds(impatient ? 500 : 60'000)});
   if (what == "cases") {
     for (const CommCase& test : comm_cases()) {
       test.body(*world);
@@ -95,13 +96,13 @@ TEST(Mpi, CasesOnFourRanks) {
 TEST(Mpi, AbortEndsTheJobAndNamesTheRank) {
   const auto [code, text] = launch(3, "abort");
   EXPECT_NE(code, 0);
-  EXPECT_THAT(text, HasSubstr("rank 1 ended the job: the file is damaged"));
+  EXPECT_THAT(text, HasSubstr("rank 1 on " + host_name() + " ended the job: the file is damaged"));
 }
 
 TEST(Mpi, ErrorOfOneRankEndsTheJob) {
   const auto [code, text] = launch(2, "throw");
   EXPECT_NE(code, 0);
-  EXPECT_THAT(text, HasSubstr("rank 1 ended the job: no such key"));
+  EXPECT_THAT(text, HasSubstr("rank 1 on " + host_name() + " ended the job: no such key"));
 }
 
 TEST(Mpi, RankThatVanishesEndsTheJob) {
@@ -112,13 +113,16 @@ TEST(Mpi, RankThatVanishesEndsTheJob) {
 TEST(Mpi, TimeoutNamesRankOperationNumberAndGroup) {
   const auto [code, text] = launch(2, "timeout");
   EXPECT_NE(code, 0);
-  EXPECT_THAT(text, HasSubstr("rank 0 waited 0.5 s for all_gather #1 of group world; nothing came from rank 1"));
+  EXPECT_THAT(text, testing::ContainsRegex("rank 0 on " + host_name() +
+                                           " waited 0.5 s for all_gather #[0-9]+ of group world; nothing came "
+                                           "from rank 1 on " +
+                                           host_name()));
 }
 
 TEST(Mpi, DifferentCollectivesTimeOut) {
   const auto [code, text] = launch(2, "mismatch");
   EXPECT_NE(code, 0);
-  EXPECT_THAT(text, testing::ContainsRegex("waited 0.5 s for (broadcast|all_reduce) #1 of group world"));
+  EXPECT_THAT(text, testing::ContainsRegex("waited 0.5 s for (broadcast|all_reduce) #[0-9]+ of group world"));
 }
 
 TEST(Launch, GivesTheExitCode) {
@@ -147,7 +151,7 @@ TEST(Launch, SaysThatMpirunIsMissing) {
 
 TEST(World, IsAloneWithoutALauncher) {
   EXPECT_EQ(launched_ranks(), 1);
-  const auto world = open_world_communicator(milliseconds(1000));
+  const auto world = open_world_communicator({.timeout = milliseconds(1000)});
   EXPECT_EQ(world->size(), 1);
   EXPECT_EQ(world->timeout(), milliseconds(1000));
 }
@@ -187,7 +191,7 @@ TEST(World, RefusesRanksThatItsMpiDoesNotKnow) {
   EXPECT_EXIT(
       {
         try {
-          open_world_communicator(milliseconds(1000));
+          open_world_communicator({.timeout = milliseconds(1000)});
         } catch (const UserError& error) {
           std::cerr << error.what();
           std::_Exit(7);

@@ -6,6 +6,7 @@
 #include <map>
 #include <set>
 
+#include "comm/host_name.h"
 #include "core/random.h"
 #include "data/files/token_writer.h"
 #include "run/checkpoint/checkpoint.h"
@@ -294,9 +295,9 @@ TEST(RanksProcess, AFailingRankIsNamedAndEndsTheRun) {
                                               "train.validation_steps=0"}));
   ASSERT_TRUE(training.ends_within(kHang)) << training.output();
   EXPECT_EQ(training.wait(), 2) << "as one rank would";
-  EXPECT_TRUE(contains(training.output(), "rank 1 ended the job: ")) << training.output();
+  EXPECT_TRUE(contains(training.output(), "rank 1 on " + host_name() + " ended the job: ")) << training.output();
   EXPECT_TRUE(contains(training.output(), "document 2 should have 1 targets but has 2")) << training.output();
-  EXPECT_FALSE(contains(training.output(), "rank 0 ended the job: ")) << training.output();
+  EXPECT_FALSE(contains(training.output(), "rank 0 on " + host_name() + " ended the job: ")) << training.output();
 }
 
 TEST(RanksProcess, TheLogLevelIsThatOfAllRanks) {

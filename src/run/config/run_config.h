@@ -106,6 +106,7 @@ struct ParallelOptions {
   enum class RingLists { automatic, device, host };
   RingLists ring_lists = RingLists::automatic;  // device: cuda, cp: where lists are made
   int64_t timeout = 600;                        // seconds that a rank waits for another
+  int64_t start_timeout = 60;                   // the same until all have found each other
   RehearsedGrid rehearse;
   GridShape grid() const { return {dp, pp, cp, tp}; }
   // Data-parallel ranks that plans are made for.
