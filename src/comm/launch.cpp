@@ -162,7 +162,7 @@ std::vector<std::string> mpirun_arguments(int ranks, std::vector<std::string> co
 
 }  // namespace
 
-int launch_local_ranks(int ranks, std::vector<std::string> command) {
+Launched launch_local_ranks(int ranks, std::vector<std::string> command) {
   SB_USER_CHECK(ranks > 0, "--ranks: at least one, got {}", ranks);
   SB_CHECK(!command.empty());
   const std::vector<std::string> arguments = mpirun_arguments(ranks, std::move(command));
@@ -186,6 +186,7 @@ int launch_local_ranks(int ranks, std::vector<std::string> command) {
   const int signals = signalfd(-1, &watched, SFD_CLOEXEC | SFD_NONBLOCK);
   SB_CHECK(signals >= 0, "signalfd: {}", std::strerror(errno));
   int status = 0;
+  bool stopped = false;
   RankWatch watch(ranks);
   while (waitpid(child, &status, WNOHANG) == 0) {
     watch.wait(signals);
@@ -205,6 +206,7 @@ int launch_local_ranks(int ranks, std::vector<std::string> command) {
       break;
     }
     if (signal == 0 || signal == SIGCHLD) continue;
+    stopped = true;
     for (const pid_t process : processes) kill(process, signal);
     if (processes.empty()) kill(child, signal);
   }
@@ -215,7 +217,7 @@ int launch_local_ranks(int ranks, std::vector<std::string> command) {
     log::error("rank {} was ended by signal {} ({}), and the others with it", fmt::join(watch.ended_first(), ", "),
                signal, strsignal(signal));
   SB_USER_CHECK(!failed, "mpirun does not start: {}. Install openmpi-bin, or run with one rank", std::strerror(error));
-  return WIFSIGNALED(status) ? 128 + WTERMSIG(status) : WEXITSTATUS(status);
+  return {WIFSIGNALED(status) ? 128 + WTERMSIG(status) : WEXITSTATUS(status), stopped};
 }
 
 }  // namespace sb

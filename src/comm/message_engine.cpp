@@ -137,6 +137,11 @@ std::string MessageEngine::name_locked(int rank) const {
   return fmt::format("rank {} on {}", rank, places_[static_cast<size_t>(rank)]);
 }
 
+std::string MessageEngine::place(int rank) {
+  std::lock_guard lock(mutex_);
+  return places_.empty() ? "" : places_[static_cast<size_t>(rank)];
+}
+
 void MessageEngine::set_places(std::vector<std::string> places) {
   SB_CHECK(std::ssize(places) == size_, "{} places of {} ranks", places.size(), size_);
   std::lock_guard lock(mutex_);
@@ -154,7 +159,7 @@ void MessageEngine::end_job(const PeerWatch::End& end) {
   constexpr std::chrono::seconds kTimeForTheLauncher(3);
   if (end.lost_rank >= 0) {
     std::fprintf(stderr, "%s\n", end.text.c_str());
-    if (told_) told_({end.lost_rank, end.text});
+    if (told_) told_({end.lost_rank, place(end.lost_rank), end.text});
   }
   {
     std::unique_lock lock(mutex_);

@@ -97,6 +97,7 @@ class MessageEngine {
   void refuse_if_failed(const MessageGroup& group) const;
   bool move_on(Transport& transport);
   std::string name_locked(int rank) const;
+  std::string place(int rank);
   void end_job(const PeerWatch::End& end);
   [[noreturn]] static void leave(int exit_code);
 

@@ -173,7 +173,8 @@ PeerWatch::PeerWatch(Communicator& world, NameOf name_of, OnEnd on_end)
   const int alone = world.all_reduce(int32_t{next < 0 ? rank_ : size_}, ReduceOp::min);
   if (alone < size_ && rank_ == 0)
     log::warning(
-        "{} cannot connect to {} by TCP (IPv4): does a firewall keep the hosts apart? Should a rank be lost, others may "
+        "{} cannot connect to {} by TCP (IPv4): does a firewall keep the hosts apart? Should a rank be lost, others "
+        "may "
         "learn it by parallel.timeout only",
         name_of_(alone), name_of_((alone + 1) % size_));
 }
@@ -284,8 +285,8 @@ void PeerWatch::run() {
     }
     int limit = -1;
     if (waits_for_word_)
-      limit = static_cast<int>(
-          std::max<int64_t>(0, std::chrono::ceil<milliseconds>(word_until_ - Clock::now()).count()));
+      limit =
+          static_cast<int>(std::max<int64_t>(0, std::chrono::ceil<milliseconds>(word_until_ - Clock::now()).count()));
     const int found = poll(polled, 4, limit);
     if (found == 0 && std::exchange(waits_for_word_, false)) lost(kBefore, word_error_);
     if (found <= 0) continue;

@@ -21,6 +21,7 @@ std::filesystem::path find_mpi_module();
 // A process of the run that is gone, as one of the others found out.
 struct LostRank {
   int rank;
+  std::string place;   // "host-b", or "host-b, GPU 3"
   std::string reason;  // "rank 3 on host-b ended without a word: …"
 };
 
@@ -35,9 +36,12 @@ struct WorldOptions {
 std::unique_ptr<Communicator> open_world_communicator(const WorldOptions& options = {});
 
 // Runs `command` (a program and its arguments) as `ranks` processes on this machine under mpirun, also as root and with
-// more ranks than cores, and gives its exit code (128 + number when a signal ended it). SIGTERM, SIGINT and SIGUSR1 are
-// passed on to the ranks themselves: mpirun would leave them no time to save anything. `command[0]` "" stands for this
-// program.
-int launch_local_ranks(int ranks, std::vector<std::string> command);
+// more ranks than cores. SIGTERM, SIGINT and SIGUSR1 are passed on to the ranks themselves: mpirun would leave them no
+// time to save anything. `command[0]` "" stands for this program.
+struct Launched {
+  int exit_code;         // 128 + number when a signal ended it
+  bool stopped = false;  // one of the signals came
+};
+Launched launch_local_ranks(int ranks, std::vector<std::string> command);
 
 }  // namespace sb

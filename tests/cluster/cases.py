@@ -38,7 +38,7 @@ class Cluster:
 
     def start(self, words, **options):
         if self.slurm:
-            options["env"].update(self.slurm.environment, OMPI_MCA_btl_tcp_if_include=f"{hosts.SUBNET}.0/24")
+            options["env"].update(self.slurm.settings, OMPI_MCA_btl_tcp_if_include=f"{hosts.SUBNET}.0/24")
             return self.hosts.start("h1", self.slurm.srun(3, "--kill-on-bad-exit=1", *words), **options)
         return self.hosts.start("h1", [*self.hosts.mpirun(3), *words], **options)
 
@@ -134,7 +134,7 @@ def stop_one(cluster, run):
     return True
 
 
-LINK_DOWN = 4
+LINK_DOWN = 10
 NAMED = ("rank 1 on h2", "on node 10.77.0.2", "daemon on node h2", "h2: task 1", "Node failure on h2")
 CASES = {  # name: (what happens, words that name it, exit codes that are right)
     "kill -9 of a rank": (kill_rank, NAMED, "lost"),

@@ -6,7 +6,6 @@ import os
 import pathlib
 import shutil
 import signal
-import socket
 import subprocess
 import tempfile
 import time
@@ -177,8 +176,8 @@ class Hosts:
 
 
 # The words that make mpirun notice that a host is gone (docs/parallel.md).
-KEEPALIVE = ["--mca", "oob_tcp_keepalive_time", "5", "--mca", "oob_tcp_keepalive_intvl", "2",
-             "--mca", "oob_tcp_keepalive_probes", "3"]
+KEEPALIVE = ["--mca", "oob_tcp_keepalive_time", "5", "--mca", "oob_tcp_keepalive_intvl", "3",
+             "--mca", "oob_tcp_keepalive_probes", "5"]
 
 
 def kill(process, what):
@@ -187,8 +186,3 @@ def kill(process, what):
     except ProcessLookupError:
         pass
 
-
-def free_port():
-    with socket.socket() as one:
-        one.bind(("", 0))
-        return one.getsockname()[1]

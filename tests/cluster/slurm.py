@@ -30,7 +30,6 @@ StateSaveLocation={folder}/state
 SlurmdTimeout=15
 InactiveLimit=0
 KillWait=30
-SlurmdDebug=debug2
 SlurmdParameters=config_overrides
 MinJobAge=300
 SchedulerType=sched/backfill
@@ -65,7 +64,8 @@ class Slurm:
         (self.folder / "slurm.conf").write_text(
             CONF.format(first=first, address=hosts.address(first), folder=self.folder, nodes=nodes))
         (self.folder / "cgroup.conf").write_text("CgroupPlugin=cgroup/v1\nCgroupAutomount=no\n")
-        self.environment = {**os.environ, "SLURM_CONF": str(self.folder / "slurm.conf")}
+        self.settings = {"SLURM_CONF": str(self.folder / "slurm.conf")}
+        self.environment = {**os.environ, **self.settings}
         key = self.folder / "munge.key"
         key.write_bytes(os.urandom(128))
         key.chmod(0o400)
@@ -73,11 +73,15 @@ class Slurm:
             ["munged", "--foreground", "--force", "--socket", self.folder / "munge.socket", "--key-file", key,
              "--log-file", self.folder / "munge.log", "--pid-file", self.folder / "munge.pid",
              "--seed-file", self.folder / "munge.seed"], stdin=subprocess.DEVNULL, stderr=subprocess.DEVNULL)]
-        self.wait(lambda: (self.folder / "munge.socket").exists(), "munged")
-        self.start(first, ["slurmctld", "-D"])
-        for name in hosts.names:
-            self.start_daemon(name)
-        self.wait(lambda: self.nodes_in("idle") == len(hosts.names), "slurmd")
+        try:
+            self.wait(lambda: (self.folder / "munge.socket").exists(), "munged")
+            self.start(first, ["slurmctld", "-D"])
+            for name in hosts.names:
+                self.start_daemon(name)
+            self.wait(lambda: self.nodes_in("idle") == len(hosts.names), "slurmd")
+        except BaseException:
+            self.close()
+            raise
 
     def start(self, name, command):
         self.daemons.append(self.hosts.start(name, command, env=self.environment, stdout=subprocess.DEVNULL,

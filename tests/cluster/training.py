@@ -66,7 +66,10 @@ class Training:
 
     def start(self, launch):
         """launch(words, **options) → the launcher's process."""
-        environment = {**os.environ, "OPENBLAS_NUM_THREADS": "1"}
+        # Without what ssh does not carry to the other hosts, and what would change the bits.
+        environment = {name: value for name, value in os.environ.items() if name not in ("OPENBLAS_CORETYPE",
+                                                                                         "OPENBLAS_L2_SIZE")}
+        environment["OPENBLAS_NUM_THREADS"] = "1"
         self.process = launch([str(word) for word in self.command()], stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
                               text=True, errors="replace", env=environment)
         self.output = Output(self.process.stdout)

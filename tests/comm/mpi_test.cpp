@@ -19,13 +19,19 @@ namespace {
 
 using std::chrono::milliseconds;
 using testing::HasSubstr;
+using testing::Not;
 
 volatile sig_atomic_t got_signal = 0;
 
 int run_as_rank(const std::string& what) {
   if (what == "exit") return 7;
+  const bool second = std::getenv("OMPI_COMM_WORLD_RANK") == std::string("1");
+  if (what == "late" && second) std::this_thread::sleep_for(milliseconds(3000));
   const bool impatient = what == "timeout" || what == "mismatch";
-  const auto world = open_world_communicator({.timeout = milliseconds(impatient ? 500 : 60'000)});
+  const auto world = open_world_communicator(
+      {.timeout = milliseconds(impatient ? 500 : 60'000),
+       .start_timeout = milliseconds(what == "late" ? 500 : 60'000),
+       .lost = [](const LostRank& lost) { std::cerr << "lost " << lost.rank << " at " << lost.place << "\n"; }});
   if (what == "cases") {
     for (const CommCase& test : comm_cases()) {
       test.body(*world);
@@ -48,6 +54,11 @@ int run_as_rank(const std::string& what) {
   } else if (what == "leave") {
     if (world->rank() == 1) _exit(3);
     world->barrier();
+  } else if (what == "compute") {
+    if (world->rank() == 2) _exit(3);
+    for (;;) std::this_thread::sleep_for(milliseconds(50));
+  } else if (what == "peace") {
+    std::this_thread::sleep_for(milliseconds(200 * ((world->rank() + 2) % 4)));
   } else if (what == "timeout") {
     if (world->rank() == 1) std::this_thread::sleep_for(milliseconds(5000));
     const auto dp = world->split(0, 0, "dp");
@@ -77,7 +88,7 @@ struct Outcome {
 
 Outcome launch(int ranks, const std::string& what) {
   testing::internal::CaptureStderr();
-  const int code = launch_local_ranks(ranks, {"", "--as-rank", what});
+  const int code = launch_local_ranks(ranks, {"", "--as-rank", what}).exit_code;
   return {code, testing::internal::GetCapturedStderr()};
 }
 
@@ -108,6 +119,28 @@ TEST(Mpi, ErrorOfOneRankEndsTheJob) {
 TEST(Mpi, RankThatVanishesEndsTheJob) {
   const auto [code, text] = launch(2, "leave");
   EXPECT_EQ(code, 3) << text;
+  EXPECT_THAT(text, HasSubstr("rank 1 on " + host_name() + " ended without a word"));
+  EXPECT_THAT(text, HasSubstr("lost 1 at " + host_name()));
+}
+
+// Nobody talks to anybody, and the launcher is not asked: the connection alone tells.
+TEST(Mpi, RanksThatComputeLearnOfADeadOne) {
+  const auto [code, text] = launch(4, "compute");
+  EXPECT_EQ(code, 3) << text;
+  EXPECT_THAT(text, HasSubstr("rank 2 on " + host_name() + " ended without a word"));
+}
+
+// Everybody says good-bye, in whatever order they leave: none of them is taken for lost.
+TEST(Mpi, RanksThatEndInPeaceAreNotLost) {
+  const auto [code, text] = launch(4, "peace");
+  EXPECT_EQ(code, 0) << text;
+  EXPECT_THAT(text, Not(HasSubstr("without a word")));
+}
+
+TEST(Mpi, TheStartHasALimitOfItsOwn) {
+  const auto [code, text] = launch(2, "late");
+  EXPECT_EQ(code, 1) << text;
+  EXPECT_THAT(text, HasSubstr("did not find each other within 0.5 s (parallel.start_timeout)"));
 }
 
 TEST(Mpi, TimeoutNamesRankOperationNumberAndGroup) {
