@@ -142,7 +142,10 @@ void run(const TrainArguments& arguments) {
   // A run does not end because the program that its output is piped to has ended.
   std::signal(SIGPIPE, SIG_IGN);
   WorldOptions options;
-  options.timeout = std::chrono::seconds(config.parallel.timeout);
+  constexpr int64_t kUntilAStepIsPredicted = 600;
+  options.timeout =
+      std::chrono::seconds(config.parallel.timeout > 0 ? config.parallel.timeout : kUntilAStepIsPredicted);
+  options.stopping = StopSignal::requested;
   options.start_timeout = std::chrono::seconds(config.parallel.start_timeout);
   options.lost = [&](const LostRank& lost) {
     append_event(config.train.output_dir,

@@ -175,7 +175,7 @@ std::unique_ptr<Communicator> make_watched_communicator(const std::function<std:
   const auto engine = std::make_shared<MessageEngine>(open, options.start_timeout);
   std::unique_ptr<MessageCommunicator> world = make_world(engine);
   engine->set_places(host_names(*world));
-  engine->watch_peers(*world, options.lost);
+  engine->watch_peers(*world, options);
   engine->set_timeout(options.timeout);
   return world;
 }

@@ -148,10 +148,11 @@ void MessageEngine::set_places(std::vector<std::string> places) {
   places_ = std::move(places);
 }
 
-void MessageEngine::watch_peers(Communicator& world, std::function<void(const LostRank&)> told) {
-  told_ = std::move(told);
+void MessageEngine::watch_peers(Communicator& world, const WorldOptions& options) {
+  told_ = options.lost;
   watch_ = std::make_unique<PeerWatch>(
-      world, [this](int rank) { return name(rank); }, [this](const PeerWatch::End& end) { end_job(end); });
+      world, [this](int rank) { return name(rank); }, options.stopping,
+      [this](const PeerWatch::End& end) { end_job(end); });
 }
 
 // On the watch's thread. The launcher ends the ranks by itself, as a rule, and knows by which signal one was lost.
@@ -168,7 +169,8 @@ void MessageEngine::end_job(const PeerWatch::End& end) {
     exit_code_ = end.exit_code;
     fail(end.text);
     changed_.notify_all();
-    if (over_.wait_for(lock, kTimeForTheLauncher, [&] { return stop_; })) return;
+    if (over_.wait_for(lock, end.at_once ? std::chrono::seconds(0) : kTimeForTheLauncher, [&] { return stop_; }))
+      return;
     abort_ = true;
     changed_.notify_all();
   }
@@ -177,7 +179,7 @@ void MessageEngine::end_job(const PeerWatch::End& end) {
 
 // The library ends this process, too; should it be stuck, an exit without a farewell makes the launcher end the rest.
 void MessageEngine::leave(int exit_code) {
-  std::this_thread::sleep_for(std::chrono::seconds(5));
+  std::this_thread::sleep_for(std::chrono::seconds(3));
   _exit(exit_code);
 }
 

@@ -68,9 +68,9 @@ class MessageEngine {
   // "rank 3", or where that is known "rank 3 on host-b"; of the world.
   std::string name(int rank);
   void set_places(std::vector<std::string> places);
-  // From now on the end of another rank ends this one, too. `told`: called where this rank is the one that says so.
-  // Collective; `world`: a group of all, on this engine.
-  void watch_peers(Communicator& world, std::function<void(const LostRank&)> told);
+  // From now on the end of another rank ends this one, too. `options.lost`: called where this rank is the one that says
+  // so. Collective; `world`: a group of all, on this engine.
+  void watch_peers(Communicator& world, const WorldOptions& options);
 
   // Throws where begin() would.
   void check_usable(const MessageGroup& group);

@@ -146,8 +146,12 @@ std::string end_message(const std::string& why, int exit_code) {
 
 }  // namespace
 
-PeerWatch::PeerWatch(Communicator& world, NameOf name_of, OnEnd on_end)
-    : rank_(world.rank()), size_(world.size()), name_of_(std::move(name_of)), on_end_(std::move(on_end)) {
+PeerWatch::PeerWatch(Communicator& world, NameOf name_of, std::function<bool()> stopping, OnEnd on_end)
+    : rank_(world.rank()),
+      size_(world.size()),
+      name_of_(std::move(name_of)),
+      stopping_(std::move(stopping)),
+      on_end_(std::move(on_end)) {
   std::vector<Address> addresses(static_cast<size_t>(size_));
   Address& own = addresses[static_cast<size_t>(rank_)];
   listening_ = listen_somewhere(own.port);
@@ -238,11 +242,11 @@ void PeerWatch::accept_one() {
 }
 
 void PeerWatch::lost(Side side, int error) {
+  const bool closed = error == 0 || error == ECONNRESET || error == EPIPE;
   const std::string how =
-      error == 0 || error == ECONNRESET || error == EPIPE
-          ? "ended without a word: it was killed, crashed, or had no memory left"
-          : fmt::format("cannot be reached any more ({}): its host or the network is down", std::strerror(error));
-  end({fmt::format("{} {}", name_of_(peer(side)), how), 1, peer(side)});
+      closed ? "ended without a word: it was killed, crashed, or had no memory left"
+             : fmt::format("cannot be reached any more ({}): its host or the network is down", std::strerror(error));
+  end({fmt::format("{} {}", name_of_(peer(side)), how), 1, peer(side), !closed});
 }
 
 void PeerWatch::hear(Side side) {
@@ -267,10 +271,8 @@ void PeerWatch::hear(Side side) {
     close(std::exchange(connections_[side], -1));
   }
   if (got > 0) return;  // in peace
-  if (side == kAfter) return lost(side, error);
-  waits_for_word_ = true;
-  word_error_ = error;
-  word_until_ = Clock::now() + kTimeForAnotherWord;
+  if (side == kAfter && !stopping_()) return lost(side, error);
+  if (!silence_) silence_ = {side, error, Clock::now() + kTimeForAnotherWord};
 }
 
 void PeerWatch::run() {
@@ -284,11 +286,12 @@ void PeerWatch::run() {
         for (const Side side : {kBefore, kAfter}) polled[2 + side].fd = connections_[side];
     }
     int limit = -1;
-    if (waits_for_word_)
-      limit =
-          static_cast<int>(std::max<int64_t>(0, std::chrono::ceil<milliseconds>(word_until_ - Clock::now()).count()));
+    if (silence_)
+      limit = static_cast<int>(
+          std::max<int64_t>(0, std::chrono::ceil<milliseconds>(silence_->until - Clock::now()).count()));
     const int found = poll(polled, 4, limit);
-    if (found == 0 && std::exchange(waits_for_word_, false)) lost(kBefore, word_error_);
+    if (const auto silence = found == 0 ? std::exchange(silence_, std::nullopt) : std::nullopt)
+      lost(silence->side, silence->error);
     if (found <= 0) continue;
     uint64_t count = 0;
     if (polled[0].revents != 0) (void)!read(wake_, &count, sizeof count);

@@ -4,6 +4,7 @@
 #include <cstdint>
 #include <functional>
 #include <mutex>
+#include <optional>
 #include <string>
 #include <thread>
 
@@ -21,14 +22,16 @@ class PeerWatch {
   struct End {
     std::string text;
     int exit_code = 1;
-    int lost_rank = -1;  // of the world, where one was lost and this rank is the one that says so
+    int lost_rank = -1;    // of the world, where one was lost and this rank is the one that says so
+    bool at_once = false;  // it was lost a while ago: the launcher had its time to end the others
   };
   // Called once, by the watching thread.
   using OnEnd = std::function<void(const End&)>;
   using NameOf = std::function<std::string(int rank)>;  // of the world, for messages
 
-  // Collective. Ranks that cannot connect go without, with a warning of rank 0's.
-  PeerWatch(Communicator& world, NameOf name_of, OnEnd on_end);
+  // Collective. Ranks that cannot connect go without, with a warning of rank 0's. `stopping`: this process was asked to
+  // stop, as a launcher does with all before it kills them: who ends then is not the one to blame, unless time passes.
+  PeerWatch(Communicator& world, NameOf name_of, std::function<bool()> stopping, OnEnd on_end);
   // Says good-bye, so that nobody takes this rank for lost.
   ~PeerWatch();
   PeerWatch(const PeerWatch&) = delete;
@@ -51,16 +54,20 @@ class PeerWatch {
 
   const int rank_, size_;
   const NameOf name_of_;
+  const std::function<bool()> stopping_;
   const OnEnd on_end_;
   std::string token_;
   std::mutex mutex_;  // the connections, for those who write
   int listening_ = -1, wake_ = -1;
   int connections_[kSides] = {-1, -1};
   std::string heard_[kSides];
-  // The rank before this one is gone; it is for the one before that to say so, unless it is gone as well.
-  bool waits_for_word_ = false;
-  int word_error_ = 0;
-  Clock::time_point word_until_;
+  // One that is gone, but for others to name: the rank before this one by the rank before that.
+  struct Silence {
+    Side side;
+    int error;
+    Clock::time_point until;
+  };
+  std::optional<Silence> silence_;
   bool ended_ = false, stop_ = false;
   std::thread thread_;
 };

@@ -28,6 +28,9 @@ struct LostRank {
 struct WorldOptions {
   std::chrono::milliseconds timeout = std::chrono::seconds(60);        // of a wait
   std::chrono::milliseconds start_timeout = std::chrono::seconds(60);  // until all ranks have found each other
+  // Whether this process was asked to stop: then its launcher may be ending the others, too, which is no loss of
+  // theirs.
+  std::function<bool()> stopping = [] { return false; };
   std::function<void(const LostRank&)> lost = {};  // called on one of the ranks that are left, on a thread of its own
 };
 

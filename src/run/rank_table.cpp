@@ -56,7 +56,8 @@ std::string rank_table(const std::vector<RankMachine>& ranks) {
   }
   std::array<size_t, 5> widths = {};
   for (const Row& row : rows)
-    for (size_t column = 0; column < row.size(); ++column) widths[column] = std::max(widths[column], row[column].size());
+    for (size_t column = 0; column < row.size(); ++column)
+      widths[column] = std::max(widths[column], row[column].size());
   std::string text;
   for (const Row& row : rows) {
     std::string line = " ";

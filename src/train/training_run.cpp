@@ -30,7 +30,7 @@
 #include "run/host_memory.h"
 #include "run/logs/event_log.h"
 #include "run/machine.h"
-#include "run/rank_table.h"
+#include "run/rank_start.h"
 #include "train/adapter_start.h"
 #include "train/index_dump.h"
 #include "train/lr_schedule.h"
@@ -442,49 +442,6 @@ std::unique_ptr<RunDirectory> open_run_directory(const RunConfig& config, Commun
       config, resume_from.empty() ? std::nullopt : std::optional<std::filesystem::path>(resume_from));
 }
 
-// What an earlier start of the run on the same layout settled; 0: there was none.
-int threads_before(const RunConfig& config) {
-  try {
-    const std::filesystem::path file = config.train.output_dir / "run.yaml";
-    if (!std::filesystem::exists(file)) return 0;
-    const RunConfig before = load_run_config(file);
-    const GridShape was = before.parallel.grid(), is = config.parallel.grid();
-    const bool same = was.dp == is.dp && was.pp == is.pp && was.cp == is.cp && was.tp == is.tp;
-    return same ? before.train.threads : 0;
-  } catch (const UserError&) {  // is said where the directory is opened
-    return 0;
-  }
-}
-
-// train.threads: 0 is each rank's share of the cores, which another start may find to be another; the bits of a run
-// depend on it. It is settled at the first start, alike on all ranks, and kept while the layout stays.
-void settle_threads(RunConfig& config, const RunRanks& ranks) {
-  if (config.train.threads > 0) return;
-  const bool leads = ranks.world == nullptr || ranks.world->rank() == 0;
-  int32_t threads = ranks.cores, before = leads ? threads_before(config) : 0;
-  if (ranks.world) {
-    threads = ranks.world->all_reduce(threads, ReduceOp::min);
-    ranks.world->broadcast(std::span(&before, 1), 0);
-  }
-  if (leads && before > 0 && before != threads)
-    log::info("train.threads: {} as in the start before, where 0 would be {} now; set it to change that", before,
-              threads);
-  config.train.threads = before > 0 ? before : threads;
-}
-
-// Says what the ranks compute with, and where they differ: the table, on rank 0 of several.
-std::string introduce_ranks(const RunConfig& config, const RunRanks& ranks, Console& console) {
-  if (ranks.world == nullptr || ranks.world->size() == 1) return "";
-  const std::vector<RankMachine> machines =
-      gather_machines(*ranks.world, own_machine(config.device, thread_count(config, ranks.cores)));
-  if (ranks.world->rank() != 0) return "";
-  const std::string table = rank_table(machines);
-  console.text("ranks\n" + table);
-  if (const std::string text = rank_differences(machines); !text.empty())
-    log::warning("{}: the slowest decides, and the bits are those of these ranks in this order alone", text);
-  return table;
-}
-
 // What ends a run goes to events.jsonl; a rank that was lost is noted by the one that noticed.
 TrainSummary run_noting_failures(Trainer& trainer, Communicator* world, const std::filesystem::path& directory) {
   const int rank = world ? world->rank() : 0;
@@ -522,7 +479,7 @@ TrainSummary run_training(const RunConfig& given, std::FILE* out, bool terminal,
   check_fp8_device(config);
   check_ranks(config, ranks);
   const bool leads = ranks.world == nullptr || ranks.world->rank() == 0;
-  settle_threads(config, ranks);
+  settle_threads(config, ranks.world, ranks.cores);
   Console console(out, terminal, config.train.log_steps);
   const ModelConfig model = run_model_config(config);
   if (leads) check_named(config, model);
@@ -572,7 +529,7 @@ TrainSummary run_training(const RunConfig& given, std::FILE* out, bool terminal,
     note_resume(directory->path(), own ? read_train_state(*checkpoint).step : 0);
   }
   Trainer trainer(config, parts, *directory);
-  const std::string table = introduce_ranks(config, ranks, console);
+  const std::string table = introduce_ranks(config, ranks.world, console);
   const double rate = measure_products(trainer.exec(), model, config.dtype(),
                                        most_rank_tokens(config, Trainer::packing(config, parts)));
   if (leads) {
@@ -581,6 +538,7 @@ TrainSummary run_training(const RunConfig& given, std::FILE* out, bool terminal,
     warn_of_narrow_kernels(config);
   }
   const RunEstimate estimate = estimate_run(config, model, *sources.train, trainer.state(), rate);
+  if (ranks.world) settle_timeout(config, *ranks.world, estimate.step_seconds, checkpoint_bytes(config, model));
   if (leads && estimate.steps > 0) {
     console.text(describe(estimate));
     warn_of_long_run(estimate, config);

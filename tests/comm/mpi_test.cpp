@@ -218,6 +218,20 @@ TEST(World, RefusesTheProcessesOfTorchrun) {
   unsetenv("WORLD_SIZE");
 }
 
+// srun --mpi=pmi2, of which Open MPI would say only that it was not built with Slurm's PMI.
+TEST(World, RefusesPmiWhereItsMpiTakesPmix) {
+  setenv("PMI_SIZE", "2", 1);
+  setenv("PMI_RANK", "0", 1);
+  try {
+    open_world_communicator();
+    ADD_FAILURE() << "opened";
+  } catch (const UserError& error) {
+    EXPECT_THAT(error.what(), HasSubstr("start with srun --mpi=pmix"));
+  }
+  unsetenv("PMI_SIZE");
+  unsetenv("PMI_RANK");
+}
+
 // mpiexec of another MPI than the module's: each process would take itself for the whole run.
 TEST(World, RefusesRanksThatItsMpiDoesNotKnow) {
   setenv("PMI_SIZE", "2", 1);
