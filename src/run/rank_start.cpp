@@ -61,8 +61,7 @@ int64_t timeout_seconds(const RunConfig& config, double step_seconds, int64_t sa
   const int64_t validated = config.train.validation_sequences == 0 ? 0 : config.train.validation_sequences;
   const double validation =
       step_seconds * static_cast<double>(validated) / static_cast<double>(config.batch.global_batch_size);
-  const double saving =
-      static_cast<double>(saved_bytes) / config.parallel.grid().ranks() / kBytesPerSecond;
+  const double saving = static_cast<double>(saved_bytes) / config.parallel.grid().ranks() / kBytesPerSecond;
   const double seconds = kLeast + kSteps * step_seconds + validation + saving;
   // All validation data: as many as there are, which may be many.
   return std::llround(config.train.validation_sequences == 0 ? std::max(seconds, 600.0) : seconds);

@@ -19,7 +19,7 @@ import hosts
 import slurm
 import training
 
-STEPS, SAVE_STEPS, FIRST = 400, 20, 70  # FIRST: the step that something happens at
+SAVE_STEPS, FIRST = 20, 70  # FIRST: the step that something happens at
 
 
 class Cluster:
@@ -202,6 +202,7 @@ def main():
     parser.add_argument("--program", required=True, type=lambda text: pathlib.Path(text).resolve())
     parser.add_argument("--launcher", choices=["mpirun", "srun"], action="append")
     parser.add_argument("--case", action="append", help="those whose name contains this")
+    parser.add_argument("--steps", type=int, default=400)
     parser.add_argument("--verbose", action="store_true", help="what was said after the fault")
     arguments = parser.parse_args()
     launchers = arguments.launcher or ["mpirun", "srun"]
@@ -209,7 +210,7 @@ def main():
         print(f"skipped: {reason}")
         return 77
     os.nice(5)
-    settings = [f"train.max_steps={STEPS}", f"train.save_steps={SAVE_STEPS}", "parallel.timeout=20"]
+    settings = [f"train.max_steps={arguments.steps}", f"train.save_steps={SAVE_STEPS}", "parallel.timeout=20"]
     failed = 0
     with tempfile.TemporaryDirectory(prefix="sbcases.") as scratch:
         scratch = pathlib.Path(scratch)
