@@ -1,8 +1,9 @@
 #!/usr/bin/env bash
 # Installs missing Debian packages: those of a tier and of the tiers before it.
-#   scripts/setup.sh [run|test|ci]     run: what scripts/quickstart.sh needs (without argument)
-#                                      test: what scripts/test.sh and scripts/test-python.sh need besides
-#                                      ci: what .ci/run and scripts/fuzz.sh need besides
+#   scripts/setup.sh [run|test|ci|cluster]  run: what scripts/quickstart.sh needs (without argument)
+#                                          test: what scripts/test.sh and scripts/test-python.sh need besides
+#                                          ci: what .ci/run and scripts/fuzz.sh need besides
+#                                          cluster: what scripts/test-cluster.sh needs besides: Slurm
 #   scripts/setup.sh --list [TIER]     prints the names and installs nothing
 # Returns at once when nothing is missing; where it may not install (no root, no sudo) it prints what to install and stops.
 set -euo pipefail
@@ -17,7 +18,8 @@ test=(
   ccache git python3 python3-venv python3-dev
   libgtest-dev libgmock-dev
 )
-ci=(clang clang-format clang-tidy libclang-rt-14-dev)
+ci=(clang clang-format clang-tidy libclang-rt-14-dev iproute2 openssh-client openssh-server)
+cluster=(slurmctld slurmd slurm-client munge iptables)
 
 list=no
 if [ "${1:-}" = --list ]; then
@@ -28,8 +30,9 @@ case "${1:-run}" in
   run) packages=("${run[@]}") ;;
   test) packages=("${run[@]}" "${test[@]}") ;;
   ci) packages=("${run[@]}" "${test[@]}" "${ci[@]}") ;;
+  cluster) packages=("${run[@]}" "${test[@]}" "${ci[@]}" "${cluster[@]}") ;;
   *)
-    echo "usage: scripts/setup.sh [--list] [run|test|ci]" >&2
+    echo "usage: scripts/setup.sh [--list] [run|test|ci|cluster]" >&2
     exit 2
     ;;
 esac

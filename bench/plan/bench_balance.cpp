@@ -510,7 +510,7 @@ int run(int argc, char** argv) {
     SB_USER_CHECK(std::system(command.c_str()) == 0, "failed: {}", command);
   }
   if (!arguments.summary) {
-    const int code = launch_local_ranks(2, std::vector<std::string>(argv, argv + argc));
+    const int code = launch_local_ranks(2, std::vector<std::string>(argv, argv + argc)).exit_code;
     if (code != 0) return code;
   }
   return sum_up(arguments) ? 0 : 1;

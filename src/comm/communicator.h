@@ -8,6 +8,7 @@
 #include <string>
 #include <type_traits>
 #include <utility>
+#include <vector>
 
 #include "core/errors.h"
 
@@ -130,6 +131,11 @@ class Communicator {
   // Throws where the next operation would: the group is unusable, or a rank of this process ended the job. For whoever
   // waits for something that is not an operation of this group.
   virtual void check_usable() const = 0;
+
+  // Of a world whose ranks are processes: where each of them is ("host-b, GPU 3"), for messages, and how long a wait
+  // may take from now on, in all of its groups. Others take no notice.
+  virtual void place_ranks(std::vector<std::string>) {}
+  virtual void set_timeout(std::chrono::milliseconds) {}
 
   // Ends the job for all ranks, from any of them: a rank that failed must not leave the others waiting. Ranks of the
   // same process get an exception from their next wait; other processes are stopped by the launcher.

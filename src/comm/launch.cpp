@@ -62,7 +62,7 @@ int rank_of(pid_t process) {
 class RankWatch {
  public:
   // Alone, mpirun has only itself to end: on a busy machine that takes as long as it takes.
-  static constexpr std::chrono::seconds kTimeToLeave{15}, kTimeAlone{120};
+  static constexpr std::chrono::seconds kTimeToLeave{15}, kTimeAlone{120}, kTogether{2};
 
   explicit RankWatch(int ranks) : ranks_(ranks) {}
   ~RankWatch() {
@@ -78,7 +78,10 @@ class RankWatch {
     started_ = started_ || !processes.empty();
     const auto now = std::chrono::steady_clock::now();
     if (!started_ || std::ssize(processes) >= ranks_) complete_ = now;
-    if (now - complete_ <= (processes.empty() ? kTimeAlone : kTimeToLeave)) return {};
+    if (!processes.empty()) emptied_ = now;
+    // Those that did not end together left because one of them died.
+    const bool in_peace = processes.empty() && emptied_ - complete_ < kTogether;
+    if (now - complete_ <= (in_peace ? kTimeAlone : kTimeToLeave)) return {};
     std::set<int> living;
     for (const pid_t process : processes) living.insert(rank_of(process));
     std::vector<int> gone;
@@ -122,6 +125,7 @@ class RankWatch {
   std::vector<int> ended_first_;
   bool started_ = false;
   std::chrono::steady_clock::time_point complete_ = std::chrono::steady_clock::now();  // none was missing
+  std::chrono::steady_clock::time_point emptied_ = complete_;                          // one was still there
 };
 
 std::vector<std::string> mpirun_arguments(int ranks, std::vector<std::string> command) {
@@ -158,7 +162,7 @@ std::vector<std::string> mpirun_arguments(int ranks, std::vector<std::string> co
 
 }  // namespace
 
-int launch_local_ranks(int ranks, std::vector<std::string> command) {
+Launched launch_local_ranks(int ranks, std::vector<std::string> command) {
   SB_USER_CHECK(ranks > 0, "--ranks: at least one, got {}", ranks);
   SB_CHECK(!command.empty());
   const std::vector<std::string> arguments = mpirun_arguments(ranks, std::move(command));
@@ -182,6 +186,7 @@ int launch_local_ranks(int ranks, std::vector<std::string> command) {
   const int signals = signalfd(-1, &watched, SFD_CLOEXEC | SFD_NONBLOCK);
   SB_CHECK(signals >= 0, "signalfd: {}", std::strerror(errno));
   int status = 0;
+  bool stopped = false;
   RankWatch watch(ranks);
   while (waitpid(child, &status, WNOHANG) == 0) {
     watch.wait(signals);
@@ -190,7 +195,8 @@ int launch_local_ranks(int ranks, std::vector<std::string> command) {
     const std::vector<pid_t> processes = children_of(child);
     if (const std::vector<int> gone = watch.gone(processes); !gone.empty()) {
       if (processes.empty())
-        log::error("all ranks ended, and mpirun did not within {} s: it is ended now", RankWatch::kTimeAlone.count());
+        log::error("rank {} ended, then all others, and mpirun did not: it is ended now",
+                   fmt::join(watch.ended_first(), ", "));
       else
         log::error("rank {} ended, and mpirun did not end the others within {} s: all are ended now",
                    fmt::join(gone, ", "), RankWatch::kTimeToLeave.count());
@@ -200,6 +206,7 @@ int launch_local_ranks(int ranks, std::vector<std::string> command) {
       break;
     }
     if (signal == 0 || signal == SIGCHLD) continue;
+    stopped = true;
     for (const pid_t process : processes) kill(process, signal);
     if (processes.empty()) kill(child, signal);
   }
@@ -210,7 +217,7 @@ int launch_local_ranks(int ranks, std::vector<std::string> command) {
     log::error("rank {} was ended by signal {} ({}), and the others with it", fmt::join(watch.ended_first(), ", "),
                signal, strsignal(signal));
   SB_USER_CHECK(!failed, "mpirun does not start: {}. Install openmpi-bin, or run with one rank", std::strerror(error));
-  return WIFSIGNALED(status) ? 128 + WTERMSIG(status) : WEXITSTATUS(status);
+  return {WIFSIGNALED(status) ? 128 + WTERMSIG(status) : WEXITSTATUS(status), stopped};
 }
 
 }  // namespace sb

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 
+#include "comm/host_name.h"
 #include "comm/message_engine.h"
 #include "comm/reduce.h"
 
@@ -90,22 +91,24 @@ class MessageCommunicator final : public Communicator {
 
   CommRequest send_async(const void* data, int64_t bytes, int to, int tag) override {
     check_message(bytes, to, tag);
-    return begin(
-        wire_tag(group_->context, WireKind::message, tag),
-        fmt::format("send #{} of group {} (to rank {}, tag {}, {} bytes)", ++messages_, name(), to, tag, bytes),
-        send_steps(data, bytes, to));
+    return begin(wire_tag(group_->context, WireKind::message, tag),
+                 fmt::format("send #{} of group {} (to rank {}, tag {}, {} bytes)", ++messages_, name(),
+                             group_->world_rank[to], tag, bytes),
+                 send_steps(data, bytes, to));
   }
   CommRequest receive_async(void* data, int64_t bytes, int from, int tag) override {
     check_message(bytes, from, tag);
-    return begin(
-        wire_tag(group_->context, WireKind::message, tag),
-        fmt::format("receive #{} of group {} (from rank {}, tag {}, {} bytes)", ++messages_, name(), from, tag, bytes),
-        receive_steps(data, bytes, from));
+    return begin(wire_tag(group_->context, WireKind::message, tag),
+                 fmt::format("receive #{} of group {} (from rank {}, tag {}, {} bytes)", ++messages_, name(),
+                             group_->world_rank[from], tag, bytes),
+                 receive_steps(data, bytes, from));
   }
 
+  void place_ranks(std::vector<std::string> places) override { engine_->set_places(std::move(places)); }
+  void set_timeout(std::chrono::milliseconds timeout) override { engine_->set_timeout(timeout); }
   void check_usable() const override { engine_->check_usable(*group_); }
   [[noreturn]] void abort(const std::string& why, int exit_code) override {
-    engine_->abort(fmt::format("rank {} ended the job: {}", engine_->rank(), why), exit_code);
+    engine_->abort(fmt::format("{} ended the job: {}", engine_->name(engine_->rank()), why), exit_code);
   }
 
  private:
@@ -139,16 +142,42 @@ class MessageCommunicator final : public Communicator {
   int64_t collectives_ = 0, messages_ = 0;
 };
 
-}  // namespace
+// Collective.
+std::vector<std::string> host_names(Communicator& world) {
+  struct Name {
+    char text[64] = {};  // the longest that Linux has
+  };
+  std::vector<Name> names(static_cast<size_t>(world.size()));
+  host_name().copy(names[static_cast<size_t>(world.rank())].text, sizeof(Name) - 1);
+  world.all_gather_async(names.data(), sizeof(Name), CommType::u8).wait();
+  std::vector<std::string> texts;
+  for (const Name& name : names) texts.emplace_back(name.text);
+  return texts;
+}
 
-std::unique_ptr<Communicator> make_message_communicator(const std::function<std::unique_ptr<Transport>()>& open,
-                                                        std::chrono::milliseconds timeout) {
-  auto engine = std::make_shared<MessageEngine>(open, timeout);
+std::unique_ptr<MessageCommunicator> make_world(const std::shared_ptr<MessageEngine>& engine) {
   auto group = std::make_shared<MessageGroup>();
   group->name = "world";
   group->rank = engine->rank();
   for (int r = 0; r < engine->size(); ++r) group->world_rank.push_back(r);
-  return std::make_unique<MessageCommunicator>(std::move(engine), std::move(group));
+  return std::make_unique<MessageCommunicator>(engine, std::move(group));
+}
+
+}  // namespace
+
+std::unique_ptr<Communicator> make_message_communicator(const std::function<std::unique_ptr<Transport>()>& open,
+                                                        std::chrono::milliseconds timeout) {
+  return make_world(std::make_shared<MessageEngine>(open, timeout));
+}
+
+std::unique_ptr<Communicator> make_watched_communicator(const std::function<std::unique_ptr<Transport>()>& open,
+                                                        const WorldOptions& options) {
+  const auto engine = std::make_shared<MessageEngine>(open, options.start_timeout);
+  std::unique_ptr<MessageCommunicator> world = make_world(engine);
+  engine->set_places(host_names(*world));
+  engine->watch_peers(*world, options);
+  engine->set_timeout(options.timeout);
+  return world;
 }
 
 }  // namespace sb

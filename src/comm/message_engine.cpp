@@ -13,7 +13,10 @@
 #include <algorithm>
 #include <cstdio>
 #include <exception>
+#include <set>
 #include <utility>
+
+#include "comm/host_name.h"
 
 namespace sb {
 
@@ -95,7 +98,15 @@ MessageEngine::MessageEngine(const std::function<std::unique_ptr<Transport>()>& 
   thread_ = std::thread([this, open] { run(open); });
   pthread_sigmask(SIG_SETMASK, &before, nullptr);
   std::unique_lock lock(mutex_);
-  over_.wait(lock, [&] { return opened_ || !failed_.empty(); });
+  const bool in_time = over_.wait_for(lock, timeout, [&] { return opened_ || !failed_.empty(); });
+  if (!in_time) {
+    // A thread inside MPI's start cannot be stopped.
+    std::fprintf(stderr,
+                 "%s: the ranks did not find each other within %g s (parallel.start_timeout): one of them did not "
+                 "start, or the network keeps them apart\n",
+                 host_name().c_str(), std::chrono::duration<double>(timeout).count());
+    _exit(1);
+  }
   if (opened_) return;
   lock.unlock();
   thread_.join();
@@ -103,14 +114,73 @@ MessageEngine::MessageEngine(const std::function<std::unique_ptr<Transport>()>& 
 }
 
 MessageEngine::~MessageEngine() {
+  if (watch_ && std::uncaught_exceptions() > 0) watch_->announce(name(rank_) + " failed", 1);
   {
     std::lock_guard lock(mutex_);
     // On the way out with an error this rank must not wait for the others: the launcher ends them when it is gone.
     if (std::uncaught_exceptions() > 0 && failed_.empty()) failed_ = "the rank failed";
     stop_ = true;
     changed_.notify_all();
+    over_.notify_all();
   }
+  watch_.reset();  // before the farewell of MPI, for which all wait
   thread_.join();
+}
+
+std::string MessageEngine::name(int rank) {
+  std::lock_guard lock(mutex_);
+  return name_locked(rank);
+}
+
+std::string MessageEngine::name_locked(int rank) const {
+  if (places_.empty()) return fmt::format("rank {}", rank);
+  return fmt::format("rank {} on {}", rank, places_[static_cast<size_t>(rank)]);
+}
+
+std::string MessageEngine::place(int rank) {
+  std::lock_guard lock(mutex_);
+  return places_.empty() ? "" : places_[static_cast<size_t>(rank)];
+}
+
+void MessageEngine::set_places(std::vector<std::string> places) {
+  SB_CHECK(std::ssize(places) == size_, "{} places of {} ranks", places.size(), size_);
+  std::lock_guard lock(mutex_);
+  places_ = std::move(places);
+}
+
+void MessageEngine::watch_peers(Communicator& world, const WorldOptions& options) {
+  told_ = options.lost;
+  watch_ = std::make_unique<PeerWatch>(
+      world, [this](int rank) { return name(rank); }, options.stopping,
+      [this](const PeerWatch::End& end) { end_job(end); });
+}
+
+// On the watch's thread. The launcher ends the ranks by itself, as a rule, and knows by which signal one was lost.
+void MessageEngine::end_job(const PeerWatch::End& end) {
+  constexpr std::chrono::seconds kTimeForTheLauncher(3);
+  if (end.lost_rank >= 0) {
+    std::fprintf(stderr, "%s\n", end.text.c_str());
+    if (told_) told_({end.lost_rank, place(end.lost_rank), end.text});
+  }
+  {
+    std::unique_lock lock(mutex_);
+    if (abort_) return;
+    ending_ = true;
+    exit_code_ = end.exit_code;
+    fail(end.text);
+    changed_.notify_all();
+    if (over_.wait_for(lock, end.at_once ? std::chrono::seconds(0) : kTimeForTheLauncher, [&] { return stop_; }))
+      return;
+    abort_ = true;
+    changed_.notify_all();
+  }
+  leave(end.exit_code);
+}
+
+// The library ends this process, too; should it be stuck, an exit without a farewell makes the launcher end the rest.
+void MessageEngine::leave(int exit_code) {
+  std::this_thread::sleep_for(std::chrono::seconds(3));
+  _exit(exit_code);
 }
 
 void MessageEngine::refuse_if_failed(const MessageGroup& group) const {
@@ -137,19 +207,19 @@ void MessageEngine::wait(MessageOperation& operation) {
   if (!operation.done) {
     ++waiting_;
     changed_.notify_all();
-    const bool in_time = over_.wait_for(lock, timeout_, [&] { return operation.done || !failed_.empty(); });
+    const bool in_time = over_.wait_for(lock, timeout(), [&] { return operation.done || !failed_.empty(); });
     --waiting_;
     if (!in_time) {
-      std::string text = fmt::format("rank {} waited {:g} s for {}", operation.group->rank,
-                                     std::chrono::duration<double>(timeout_).count(), operation.text);
+      std::string text = fmt::format("{} waited {:g} s for {}", name_locked(rank_),
+                                     std::chrono::duration<double>(timeout()).count(), operation.text);
       for (const bool receive : {true, false}) {
-        std::vector<int> peers;
+        std::set<int> peers;
         for (const auto& [ticket, pending] : operation.pending)
-          if (pending.receive == receive) peers.push_back(pending.peer);
-        std::sort(peers.begin(), peers.end());
-        peers.erase(std::unique(peers.begin(), peers.end()), peers.end());
-        if (!peers.empty())
-          text += fmt::format("; {} rank {}", receive ? "nothing came from" : "not taken by", fmt::join(peers, ", "));
+          if (pending.receive == receive) peers.insert(operation.group->world_rank[pending.peer]);
+        std::vector<std::string> names;
+        for (const int peer : peers) names.push_back(name_locked(peer));
+        if (!names.empty())
+          text += fmt::format("; {} {}", receive ? "nothing came from" : "not taken by", fmt::join(names, ", "));
       }
       timed_out_ = true;
       fail(text);
@@ -181,12 +251,18 @@ microseconds MessageEngine::nap() {
 void MessageEngine::abandon(const MessageOperation& operation) {
   std::unique_lock lock(mutex_);
   if (operation.done) return;
-  fail(fmt::format("rank {} failed and left {}", operation.group->rank, operation.text));
+  fail(fmt::format("{} failed and left {}", name_locked(rank_), operation.text));
   over_.wait(lock, [&] { return !moving_; });
 }
 
 void MessageEngine::abort(const std::string& message, int exit_code) {
+  const auto said_already = [&] {
+    std::lock_guard lock(mutex_);
+    return ending_;
+  };
+  while (said_already()) std::this_thread::sleep_for(std::chrono::seconds(1));  // the watch ends this process
   std::fprintf(stderr, "%s\n", message.c_str());
+  if (watch_) watch_->announce(message, exit_code);
   {
     std::lock_guard lock(mutex_);
     abort_ = true;
@@ -194,9 +270,7 @@ void MessageEngine::abort(const std::string& message, int exit_code) {
     fail(message);
     changed_.notify_all();
   }
-  // The library ends this process, too; should it be stuck, an exit without a farewell makes the launcher end the rest.
-  std::this_thread::sleep_for(std::chrono::seconds(10));
-  _exit(exit_code);
+  leave(exit_code);
 }
 
 int MessageEngine::next_context() {
@@ -234,7 +308,7 @@ void MessageEngine::run(const std::function<std::unique_ptr<Transport>()>& open)
   } catch (const std::exception& failure) {
     std::unique_lock lock(mutex_);
     moving_ = false;
-    fail(fmt::format("rank {}: {}", rank_, failure.what()));
+    fail(fmt::format("{}: {}", name_locked(rank_), failure.what()));
     changed_.wait(lock, [&] { return stop_ || abort_; });
   }
   std::unique_lock lock(mutex_);
@@ -312,11 +386,12 @@ bool MessageEngine::move_on(Transport& transport) {
       if (operation->done) continue;
       operation->lost = !message.error.empty();
       if (!message.error.empty() || (pending.receive && message.bytes != pending.bytes))
-        finish(*operation, fmt::format("rank {}: {}: {} rank {}: {}", operation->group->rank, operation->text,
-                                       pending.receive ? "from" : "to", pending.peer,
-                                       message.error.empty() ? fmt::format("{} bytes came, {} were expected",
-                                                                           message.bytes, pending.bytes)
-                                                             : message.error));
+        finish(*operation,
+               fmt::format("{}: {}: {} {}: {}", name_locked(rank_), operation->text, pending.receive ? "from" : "to",
+                           name_locked(operation->group->world_rank[pending.peer]),
+                           message.error.empty()
+                               ? fmt::format("{} bytes came, {} were expected", message.bytes, pending.bytes)
+                               : message.error));
       if (!operation->pending.empty() || operation->done) continue;
     }
     advance(transport, operation);

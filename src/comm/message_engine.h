@@ -1,5 +1,6 @@
 #pragma once
 
+#include <atomic>
 #include <chrono>
 #include <condition_variable>
 #include <cstdint>
@@ -13,7 +14,9 @@
 #include <vector>
 
 #include "comm/message_steps.h"
+#include "comm/peer_watch.h"
 #include "comm/transport.h"
+#include "comm/world.h"
 
 namespace sb {
 
@@ -52,12 +55,22 @@ struct MessageOperation {
 // memory that is gone): all groups are unusable and the process should end, best by abort().
 class MessageEngine {
  public:
+  // `timeout`: of every wait, and of opening the transport, on which the process ends (MPI itself cannot be called
+  // off).
   MessageEngine(const std::function<std::unique_ptr<Transport>()>& open, std::chrono::milliseconds timeout);
   ~MessageEngine();
 
   int rank() const { return rank_; }
   int size() const { return size_; }
-  std::chrono::milliseconds timeout() const { return timeout_; }
+  std::chrono::milliseconds timeout() const { return timeout_.load(); }
+  void set_timeout(std::chrono::milliseconds timeout) { timeout_ = timeout; }
+
+  // "rank 3", or where that is known "rank 3 on host-b"; of the world.
+  std::string name(int rank);
+  void set_places(std::vector<std::string> places);
+  // From now on the end of another rank ends this one, too. `options.lost`: called where this rank is the one that says
+  // so. Collective; `world`: a group of all, on this engine.
+  void watch_peers(Communicator& world, const WorldOptions& options);
 
   // Throws where begin() would.
   void check_usable(const MessageGroup& group);
@@ -83,8 +96,12 @@ class MessageEngine {
   void fail(const std::string& why);
   void refuse_if_failed(const MessageGroup& group) const;
   bool move_on(Transport& transport);
+  std::string name_locked(int rank) const;
+  std::string place(int rank);
+  void end_job(const PeerWatch::End& end);
+  [[noreturn]] static void leave(int exit_code);
 
-  const std::chrono::milliseconds timeout_;
+  std::atomic<std::chrono::milliseconds> timeout_;
   int rank_ = 0, size_ = 0;
 
   std::mutex mutex_;
@@ -97,6 +114,7 @@ class MessageEngine {
   int next_context_ = 1;
   bool opened_ = false, stop_ = false, abort_ = false, timed_out_ = false;
   int exit_code_ = 1;    // with abort_
+  bool ending_ = false;  // the watch ends this process
   std::string failed_;   // why nothing moves any more
   bool moving_ = false;  // the thread is at the data of operations right now
 
@@ -105,7 +123,10 @@ class MessageEngine {
   int sending_ = 0;  // of these
   std::vector<Transport::Finished> finished_;
 
+  std::vector<std::string> places_;  // of the ranks; empty: not known
+  std::function<void(const LostRank&)> told_;
   std::thread thread_;
+  std::unique_ptr<PeerWatch> watch_;
 };
 
 }  // namespace sb

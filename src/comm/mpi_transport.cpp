@@ -107,6 +107,14 @@ class MpiTransport final : public Transport {
 }  // namespace
 }  // namespace sb
 
+extern "C" bool sparsebalance_transport_is_open_mpi() {
+#ifdef OPEN_MPI
+  return true;
+#else
+  return false;
+#endif
+}
+
 extern "C" sb::Transport* sparsebalance_open_transport(char* error, int64_t error_size) {
   try {
     return std::make_unique<sb::MpiTransport>().release();

@@ -39,5 +39,8 @@ class Transport {
 // What a module exports under kTransportEntry. Gives nothing and fills `error` when it cannot.
 using OpenTransport = Transport* (*)(char* error, int64_t error_size);
 inline constexpr const char* kTransportEntry = "sparsebalance_open_transport";
+// And under kTransportIsOpenMpi: whether its library is Open MPI, whose ranks find each other by PMIx alone.
+using TransportIsOpenMpi = bool (*)();
+inline constexpr const char* kTransportIsOpenMpi = "sparsebalance_transport_is_open_mpi";
 
 }  // namespace sb

@@ -43,6 +43,15 @@ std::unique_ptr<Transport> open_module() {
   const auto open = reinterpret_cast<OpenTransport>(dlsym(module, kTransportEntry));
   if (open == nullptr)
     throw UserError("{} is not of this program (no {}); build again", path.string(), kTransportEntry);
+  const auto is_open_mpi = reinterpret_cast<TransportIsOpenMpi>(dlsym(module, kTransportIsOpenMpi));
+  const bool by_pmi = std::getenv("PMI_RANK") != nullptr && std::getenv("PMIX_RANK") == nullptr &&
+                      std::getenv("OMPI_COMM_WORLD_SIZE") == nullptr;
+  SB_USER_CHECK(
+      !by_pmi || is_open_mpi == nullptr || !is_open_mpi(),
+      "{} ranks were started that would find each other by PMI (srun --mpi=pmi2, or the mpiexec of MPICH), but "
+      "this program was built with Open MPI, which takes PMIx: start with srun --mpi=pmix (`srun --mpi=list` "
+      "shows whether it is there), or with Open MPI's mpirun",
+      launched_ranks());
   char error[512] = "";
   std::unique_ptr<Transport> transport(open(error, sizeof error));
   if (!transport) throw UserError("MPI does not start: {}", error);
@@ -81,10 +90,10 @@ int launched_ranks() {
   return 1;
 }
 
-std::unique_ptr<Communicator> open_world_communicator(std::chrono::milliseconds timeout) {
+std::unique_ptr<Communicator> open_world_communicator(const WorldOptions& options) {
   const int ranks = launched_ranks();
-  if (ranks == 1) return make_self_communicator("world", timeout);
-  std::unique_ptr<Communicator> world = make_message_communicator(open_module, timeout);
+  if (ranks == 1) return make_self_communicator("world", options.timeout);
+  std::unique_ptr<Communicator> world = make_watched_communicator(open_module, options);
   SB_USER_CHECK(world->size() == ranks,
                 "the launcher started {} ranks, but MPI knows of {}: it is another MPI than the one this program was "
                 "built with; use the mpirun of that one",

@@ -1,11 +1,10 @@
 #include "parallel/grid.h"
 
-#include <unistd.h>
-
 #include <algorithm>
 #include <functional>
 #include <map>
 
+#include "comm/host_name.h"
 #include "core/thread_pool.h"
 
 namespace sb {
@@ -48,11 +47,9 @@ MachineRanks ranks_on_this_machine(Communicator& world) {
     uint64_t machine = 0;
     uint8_t cores[1024] = {};
   };
-  char name[256] = {};
-  gethostname(name, sizeof name - 1);
   std::vector<Place> places(static_cast<size_t>(world.size()));
   Place& own = places[static_cast<size_t>(world.rank())];
-  own.machine = std::hash<std::string>()(name);
+  own.machine = std::hash<std::string>()(host_name());
   for (const int core : usable_cores()) own.cores[core] = 1;
   world.all_gather_async(places.data(), sizeof(Place), CommType::u8).wait();
   MachineRanks ranks{0, 0, 1};

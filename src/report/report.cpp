@@ -11,6 +11,7 @@
 #include "report/report_headline.h"
 #include "report/report_schedule.h"
 #include "report/series.h"
+#include "run/logs/console.h"
 
 namespace sb {
 namespace {
@@ -243,6 +244,25 @@ std::string schedules(const ReportInput& input) {
          options + "</select></p>\n" + figures;
 }
 
+std::string events_table(const ReportInput& input) {
+  if (input.events.empty()) return {};
+  std::string rows;
+  double lost = 0;
+  for (const RunEvent& event : input.events) {
+    std::string what = event.reason;
+    if (event.event == "resumed")
+      what = fmt::format("{} steps and {} lost", event.steps_lost, format_duration(event.seconds_lost));
+    lost += event.seconds_lost;
+    rows += fmt::format("<tr><td>{}</td><td>{}</td><td>{}</td><td>{}</td><td>{}</td><td>{}</td></tr>\n",
+                        markup_text(event.time), markup_text(event.event), event.step, markup_text(event.host),
+                        event.rank < 0 ? "" : fmt::format("{}", event.rank), markup_text(what));
+  }
+  return fmt::format(
+      "<h2>Events</h2>\n<p class=\"note\">From events.jsonl, in UTC; {} were lost in all.</p>\n<table class=\"events\">"
+      "<tr><th>time</th><th>event</th><th>step</th><th>host</th><th>rank</th><th>what</th></tr>\n{}</table>\n",
+      format_duration(lost), rows);
+}
+
 }  // namespace
 
 std::string write_report(const ReportInput& input) {
@@ -261,7 +281,7 @@ std::string write_report(const ReportInput& input) {
                         input.metrics.skipped, input.metrics.lines);
   if (!input.plans.damage.empty())
     page += fmt::format("<p class=\"note\">{}; nothing after it is shown.</p>\n", markup_text(input.plans.damage));
-  page += "<h2>Over time</h2>\n" + charts(input) + schedules(input);
+  page += "<h2>Over time</h2>\n" + charts(input) + schedules(input) + events_table(input);
   if (!input.run_config.empty())
     page += fmt::format("<h2>Configuration</h2>\n<details><summary>run.yaml</summary><pre>{}</pre></details>\n",
                         markup_text(input.run_config));

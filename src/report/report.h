@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "plan/planner/plan_log.h"
+#include "run/logs/event_log.h"
 
 namespace sb {
 
@@ -25,7 +26,8 @@ struct ReportInput {
   PlanRecord plans;        // whole, or as read_plan_overview() reads them
   std::string run_config;  // run.yaml
   std::string machine;     // machine.txt: what it ran on, in words
-  int64_t step = 0;        // whose schedule is drawn first; 0: one with a typical speed-up
+  std::vector<RunEvent> events;
+  int64_t step = 0;  // whose schedule is drawn first; 0: one with a typical speed-up
 };
 
 // One HTML page that needs nothing else: pictures, styles and scripts are in it, and a content policy forbids it to

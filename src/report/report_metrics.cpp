@@ -1,3 +1,4 @@
+#include <algorithm>
 #include <cmath>
 #include <nlohmann/json.hpp>
 #include <sstream>
@@ -61,8 +62,9 @@ ReportInput read_run(const std::filesystem::path& directory, int64_t step) {
   if (std::filesystem::exists(directory / "run.yaml")) input.run_config = read_regular_file(directory / "run.yaml");
   if (std::filesystem::exists(directory / "machine.txt")) {
     input.machine = read_regular_file(directory / "machine.txt");
-    while (input.machine.ends_with('\n')) input.machine.pop_back();
+    input.machine.resize(std::min(input.machine.find('\n'), input.machine.size()));  // a table of ranks follows
   }
+  input.events = read_events(directory);
   return input;
 }
 

@@ -10,6 +10,7 @@
 #include <string>
 #include <vector>
 
+#include "comm/host_name.h"
 #include "core/errors.h"
 #include "core/files/durable_file.h"
 #include "core/files/regular_file.h"
@@ -19,12 +20,6 @@ namespace sb {
 namespace {
 
 namespace fs = std::filesystem;
-
-std::string host() {
-  char name[256] = {};
-  gethostname(name, sizeof name - 1);
-  return name;
-}
 
 // What keeps this rank from sharing the directory with the one that wrote `word` to `probe`; empty: nothing.
 std::string obstacle(const fs::path& directory, const fs::path& probe, const std::string& word) {
@@ -54,7 +49,7 @@ void check_common_directory(Communicator& world, const fs::path& directory) {
   }
   word = broadcast_text(world, word, 0);
   const std::string own = obstacle(directory, name_of(word), word);
-  const std::vector<std::string> reasons = gather_texts(world, own.empty() ? "" : host() + "\n" + own, 0);
+  const std::vector<std::string> reasons = gather_texts(world, own.empty() ? "" : host_name() + "\n" + own, 0);
   if (world.rank() != 0) return;
   std::error_code ignored;
   fs::remove(directory / name_of(word), ignored);
@@ -64,7 +59,7 @@ void check_common_directory(Communicator& world, const fs::path& directory) {
     throw UserError(
         "train.output_dir {}: rank {} on {} does not see what rank 0 on {} writes there ({}). Every rank writes its "
         "part of each checkpoint: name a directory on a file system that all hosts share, by its full path",
-        directory.string(), rank, reasons[rank].substr(0, end), host(), reasons[rank].substr(end + 1));
+        directory.string(), rank, reasons[rank].substr(0, end), host_name(), reasons[rank].substr(end + 1));
   }
 }
 

@@ -189,7 +189,7 @@ void check_run_directory(const RunConfig& config) {
                 replay.string());
 }
 
-RunDirectory::RunDirectory(const RunConfig& config) : path_(config.train.output_dir) {
+RunDirectory::RunDirectory(const RunConfig& config, const FindDamage& find) : path_(config.train.output_dir) {
   check_run_directory(config);
   std::error_code failed;
   fs::create_directories(path_, failed);
@@ -203,11 +203,11 @@ RunDirectory::RunDirectory(const RunConfig& config) : path_(config.train.output_
   const std::vector<OptionChange> changes = goes_on ? refuse_another_run(config) : std::vector<OptionChange>();
   remove_leftovers(path_);
   if (resume == "auto") {
-    resume_from_ = newest_intact_checkpoint(path_);
+    resume_from_ = newest_intact_checkpoint(path_, find);
   } else if (resume != "never") {
     SB_USER_CHECK(!holds_run(resume), "train.resume: {} is the directory of a run; name one of its checkpoints",
                   resume);
-    const std::optional<std::string> damage = find_damage(resume);
+    const std::optional<std::string> damage = find(resume);
     SB_USER_CHECK(!damage, "train.resume: {} is not an intact checkpoint: {}", resume, *damage);
     resume_from_ = resume;
     compare_with_other_run(config);

@@ -38,7 +38,8 @@ void check_run_directory(const RunConfig& config);
 // the plans out of plan.jsonl that were made by other settings.
 class RunDirectory {
  public:
-  explicit RunDirectory(const RunConfig& config);
+  // `find`: says what is wrong with a checkpoint.
+  explicit RunDirectory(const RunConfig& config, const FindDamage& find = kFindAllDamage);
   // For the other ranks of a run: the directory that rank 0 has opened, with what it decided.
   RunDirectory(const RunConfig& config, std::optional<std::filesystem::path> resume_from);
   RunDirectory(const RunDirectory&) = delete;

@@ -1,12 +1,11 @@
 #include "train/rank_device.h"
 
-#include <unistd.h>
-
 #include <algorithm>
 #include <cstdlib>
 #include <set>
 
 #include "comm/device/device_communicator.h"
+#include "comm/host_name.h"
 #include "core/errors.h"
 #include "core/log.h"
 #include "device/cuda.h"
@@ -18,9 +17,7 @@ namespace {
 
 // The same for ranks on the same GPU, whatever number it has for each of them.
 std::string gpu_identity() {
-  char machine[256] = {};
-  gethostname(machine, sizeof machine - 1);
-  return fmt::format("{} {}", machine, cuda::device_info().uuid);
+  return fmt::format("{} {}", host_name(), cuda::device_info().uuid);
 }
 
 // As NCCL tells GPUs apart, which takes a rank's word for the machine it is on. Tests give two ranks that share a GPU

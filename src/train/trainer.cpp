@@ -302,7 +302,9 @@ TrainSummary Trainer::run() {
     if (due_after(state_.step, config_.train.save_steps, config_.train.max_steps)) save();
   }
   save();
+  const auto writing = std::chrono::steady_clock::now();
   saver_->wait();
+  summary.saving = saving_seconds_ + std::chrono::duration<double>(time_since(writing)).count();
   if (!summary.interrupted) write_final_model(summary);
   flush_trace();
   trace_.finish();

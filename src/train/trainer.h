@@ -83,6 +83,7 @@ struct TrainSummary {
   double loss = 0;  // of the last step of this process; 0 when it had none
   int64_t tokens = 0;
   double seconds = 0;  // in steps, of this process
+  double saving = 0;   // for checkpoints, of this process
   int64_t skipped = 0;
   BalanceSummary balance;
   std::optional<ValidationReport> first_validation, last_validation;
@@ -205,6 +206,7 @@ class Trainer {
   std::vector<Pipeline::SourceLoss> source_losses_;  // of the last step, all ranks
   std::vector<Pipeline::Operation> operations_;      // of the last step, this rank
   int64_t saved_step_ = -1, validated_step_ = -1;
+  double saving_seconds_ = 0;
   int64_t skipped_in_row_here_ = 0;  // by this process: one that is resumed tries as often again
   std::unique_ptr<CheckpointSaver> saver_;
   std::unique_ptr<RunLog> log_;         // on rank 0

@@ -28,7 +28,9 @@
 #include "run/config/run_config_precision.h"
 #include "run/disk_room.h"
 #include "run/host_memory.h"
+#include "run/logs/event_log.h"
 #include "run/machine.h"
+#include "run/rank_start.h"
 #include "train/adapter_start.h"
 #include "train/index_dump.h"
 #include "train/lr_schedule.h"
@@ -336,6 +338,16 @@ std::vector<int64_t> copies_that_fit(const RunConfig& config, const TrainerParts
   return {};
 }
 
+// Of the whole run, whoever started it how often.
+std::string times_line(const std::filesystem::path& output, double saving) {
+  const RunTimes times = run_times(output);
+  std::string text = fmt::format("time        trained {}, {} of this start for checkpoints, ",
+                                 format_duration(times.trained), format_duration(saving));
+  if (times.losses == 0) return text + "nothing lost\n";
+  return text + fmt::format("lost {} in {} restart{}\n", format_duration(times.lost), times.losses,
+                            times.losses == 1 ? "" : "s");
+}
+
 std::string footer(const RunConfig& config, const TrainSummary& summary) {
   const std::string output = config.train.output_dir.string();
   std::string text;
@@ -362,9 +374,10 @@ std::string footer(const RunConfig& config, const TrainSummary& summary) {
     text += fmt::format("nothing left to train: step {} is done and train.max_steps is {}; raise it to continue\n",
                         summary.steps, config.train.max_steps);
   if (summary.skipped > 0) text += fmt::format("{} steps skipped (gradient not finite)\n", summary.skipped);
+  const std::string times = times_line(config.train.output_dir, summary.saving);
   if (summary.interrupted)
-    return text + fmt::format("stopped after step {} of {}; saved {}; the same command resumes from there\n",
-                              summary.steps, config.train.max_steps, summary.checkpoint.string());
+    return text + fmt::format("stopped after step {} of {}; saved {}; the same command resumes from there\n{}",
+                              summary.steps, config.train.max_steps, summary.checkpoint.string(), times);
   if (summary.first_validation) text += "before: " + format_validation(*summary.first_validation) + "\n";
   if (summary.last_validation) text += "after:  " + format_validation(*summary.last_validation) + "\n";
   text += fmt::format("model       {}\ncheckpoint  {}\nsettings    {}/run.yaml\nmetrics     {}/metrics.jsonl\n",
@@ -373,7 +386,7 @@ std::string footer(const RunConfig& config, const TrainSummary& summary) {
   if (config.train.tensorboard) text += fmt::format("curves      tensorboard --logdir {}/tensorboard\n", output);
   if (!summary.trace.empty()) text += fmt::format("trace       {}\n", summary.trace.string());
   text += fmt::format("report      sparsebalance report {}\n", output);
-  return text;
+  return text + times;
 }
 
 void warn_of_lookahead(const RunConfig& config, bool validates) {
@@ -408,16 +421,43 @@ void say_what_will_happen(const RunConfig& config, const Sources& sources, bool 
 std::unique_ptr<RunDirectory> open_run_directory(const RunConfig& config, Communicator* world) {
   if (world == nullptr || world->size() == 1) return std::make_unique<RunDirectory>(config);
   check_common_directory(*world, config.train.output_dir);
-  // Reads the newest checkpoint whole.
-  std::unique_ptr<RunDirectory> directory;
-  on_first_rank(*world, [&] { directory = std::make_unique<RunDirectory>(config); });
-  if (directory) {
+  // Every rank reads its share of the checkpoint that rank 0 asks about; on rank 0, what any of them found.
+  const auto look = [&](const std::filesystem::path& checkpoint) -> std::optional<std::string> {
+    std::string own;
+    on_all_ranks(*world, [&] { own = find_damage(checkpoint, {world->rank(), world->size()}).value_or(""); });
+    for (const std::string& damage : gather_texts(*world, own, 0))
+      if (!damage.empty()) return damage;
+    return std::nullopt;
+  };
+  if (world->rank() == 0) {
+    auto directory = std::make_unique<RunDirectory>(config, [&](const std::filesystem::path& checkpoint) {
+      broadcast_text(*world, checkpoint.string(), 0);
+      return look(checkpoint);
+    });
+    broadcast_text(*world, "", 0);
     broadcast_text(*world, directory->resume_from() ? directory->resume_from()->string() : "", 0);
     return directory;
   }
+  for (std::string asked; !(asked = broadcast_text(*world, "", 0)).empty();) look(asked);
   const std::string resume_from = broadcast_text(*world, "", 0);
   return std::make_unique<RunDirectory>(
       config, resume_from.empty() ? std::nullopt : std::optional<std::filesystem::path>(resume_from));
+}
+
+// What ends a run goes to events.jsonl; a rank that was lost is noted by the one that noticed.
+TrainSummary run_noting_failures(Trainer& trainer, Communicator* world, const std::filesystem::path& directory) {
+  const int rank = world ? world->rank() : 0;
+  try {
+    return trainer.run();
+  } catch (const CommAborted&) {
+    throw;
+  } catch (const CommTimeout& error) {
+    append_event_once(directory, {.event = "timeout", .rank = rank, .reason = error.what()});
+    throw;
+  } catch (const std::exception& error) {
+    append_event(directory, {.event = "failed", .rank = rank, .reason = error.what()});
+    throw;
+  }
 }
 
 }  // namespace
@@ -441,6 +481,7 @@ TrainSummary run_training(const RunConfig& given, std::FILE* out, bool terminal,
   check_fp8_device(config);
   check_ranks(config, ranks);
   const bool leads = ranks.world == nullptr || ranks.world->rank() == 0;
+  settle_threads(config, ranks.world, ranks.cores);
   Console console(out, terminal, config.train.log_steps);
   const ModelConfig model = run_model_config(config);
   if (leads) check_named(config, model);
@@ -488,22 +529,32 @@ TrainSummary run_training(const RunConfig& given, std::FILE* out, bool terminal,
   check_memory(config, parts, memory);
 
   const std::unique_ptr<RunDirectory> directory = open_run_directory(config, ranks.world);
-  if (leads) warn_of_little_room(config, model);
+  if (leads) {
+    warn_of_little_room(config, model);
+    const auto& checkpoint = directory->resume_from();
+    const bool own = checkpoint && checkpoint->parent_path() == directory->path();
+    note_resume(directory->path(), own ? read_train_state(*checkpoint).step : 0);
+  }
   Trainer trainer(config, parts, *directory);
+  const std::string table = introduce_ranks(config, ranks.world, console);
   const double rate = measure_products(trainer.exec(), model, config.dtype(),
                                        most_rank_tokens(config, Trainer::packing(config, parts)));
   if (leads) {
     replace_file(directory->path() / "machine.txt", machine_line(config, rate, thread_count(config, parts.cores)) +
-                                                        (links.empty() ? "\n" : "; links: " + links + "\n"));
+                                                        (links.empty() ? "" : "; links: " + links) + "\n" + table);
     warn_of_narrow_kernels(config);
   }
   const RunEstimate estimate = estimate_run(config, model, *sources.train, trainer.state(), rate);
+  if (ranks.world) settle_timeout(config, *ranks.world, estimate.step_seconds, checkpoint_bytes(config, model));
   if (leads && estimate.steps > 0) {
     console.text(describe(estimate));
     warn_of_long_run(estimate, config);
   }
-  const TrainSummary summary = trainer.run();
-  if (leads) console.text(footer(config, summary));
+  const TrainSummary summary = run_noting_failures(trainer, ranks.world, directory->path());
+  if (leads) {
+    append_event(directory->path(), {.event = summary.interrupted ? "stopped" : "finished", .step = summary.steps});
+    console.text(footer(config, summary));
+  }
   return summary;
 }
 

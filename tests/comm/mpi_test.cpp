@@ -10,6 +10,7 @@
 #include <iostream>
 #include <thread>
 
+#include "comm/host_name.h"
 #include "comm/world.h"
 #include "tests/comm/comm_cases.h"
 
@@ -18,13 +19,19 @@ namespace {
 
 using std::chrono::milliseconds;
 using testing::HasSubstr;
+using testing::Not;
 
 volatile sig_atomic_t got_signal = 0;
 
 int run_as_rank(const std::string& what) {
   if (what == "exit") return 7;
+  const bool second = std::getenv("OMPI_COMM_WORLD_RANK") == std::string("1");
+  if (what == "late" && second) std::this_thread::sleep_for(milliseconds(3000));
   const bool impatient = what == "timeout" || what == "mismatch";
-  const auto world = open_world_communicator(impatient ? milliseconds(500) : milliseconds(60'000));
+  const auto world = open_world_communicator(
+      {.timeout = milliseconds(impatient ? 500 : 60'000),
+       .start_timeout = milliseconds(what == "late" ? 500 : 60'000),
+       .lost = [](const LostRank& lost) { std::cerr << "lost " << lost.rank << " at " << lost.place << "\n"; }});
   if (what == "cases") {
     for (const CommCase& test : comm_cases()) {
       test.body(*world);
@@ -47,6 +54,11 @@ int run_as_rank(const std::string& what) {
   } else if (what == "leave") {
     if (world->rank() == 1) _exit(3);
     world->barrier();
+  } else if (what == "compute") {
+    if (world->rank() == 2) _exit(3);
+    for (;;) std::this_thread::sleep_for(milliseconds(50));
+  } else if (what == "peace") {
+    std::this_thread::sleep_for(milliseconds(200 * ((world->rank() + 2) % 4)));
   } else if (what == "timeout") {
     if (world->rank() == 1) std::this_thread::sleep_for(milliseconds(5000));
     const auto dp = world->split(0, 0, "dp");
@@ -76,7 +88,7 @@ struct Outcome {
 
 Outcome launch(int ranks, const std::string& what) {
   testing::internal::CaptureStderr();
-  const int code = launch_local_ranks(ranks, {"", "--as-rank", what});
+  const int code = launch_local_ranks(ranks, {"", "--as-rank", what}).exit_code;
   return {code, testing::internal::GetCapturedStderr()};
 }
 
@@ -95,30 +107,55 @@ TEST(Mpi, CasesOnFourRanks) {
 TEST(Mpi, AbortEndsTheJobAndNamesTheRank) {
   const auto [code, text] = launch(3, "abort");
   EXPECT_NE(code, 0);
-  EXPECT_THAT(text, HasSubstr("rank 1 ended the job: the file is damaged"));
+  EXPECT_THAT(text, HasSubstr("rank 1 on " + host_name() + " ended the job: the file is damaged"));
 }
 
 TEST(Mpi, ErrorOfOneRankEndsTheJob) {
   const auto [code, text] = launch(2, "throw");
   EXPECT_NE(code, 0);
-  EXPECT_THAT(text, HasSubstr("rank 1 ended the job: no such key"));
+  EXPECT_THAT(text, HasSubstr("rank 1 on " + host_name() + " ended the job: no such key"));
 }
 
 TEST(Mpi, RankThatVanishesEndsTheJob) {
   const auto [code, text] = launch(2, "leave");
   EXPECT_EQ(code, 3) << text;
+  EXPECT_THAT(text, HasSubstr("rank 1 on " + host_name() + " ended without a word"));
+  EXPECT_THAT(text, HasSubstr("lost 1 at " + host_name()));
+}
+
+// Nobody talks to anybody, and the launcher is not asked: the connection alone tells.
+TEST(Mpi, RanksThatComputeLearnOfADeadOne) {
+  const auto [code, text] = launch(4, "compute");
+  EXPECT_EQ(code, 3) << text;
+  EXPECT_THAT(text, HasSubstr("rank 2 on " + host_name() + " ended without a word"));
+}
+
+// Everybody says good-bye, in whatever order they leave: none of them is taken for lost.
+TEST(Mpi, RanksThatEndInPeaceAreNotLost) {
+  const auto [code, text] = launch(4, "peace");
+  EXPECT_EQ(code, 0) << text;
+  EXPECT_THAT(text, Not(HasSubstr("without a word")));
+}
+
+TEST(Mpi, TheStartHasALimitOfItsOwn) {
+  const auto [code, text] = launch(2, "late");
+  EXPECT_EQ(code, 1) << text;
+  EXPECT_THAT(text, HasSubstr("did not find each other within 0.5 s (parallel.start_timeout)"));
 }
 
 TEST(Mpi, TimeoutNamesRankOperationNumberAndGroup) {
   const auto [code, text] = launch(2, "timeout");
   EXPECT_NE(code, 0);
-  EXPECT_THAT(text, HasSubstr("rank 0 waited 0.5 s for all_gather #1 of group world; nothing came from rank 1"));
+  EXPECT_THAT(text, testing::ContainsRegex("rank 0 on " + host_name() +
+                                           " waited 0.5 s for all_gather #[0-9]+ of group world; nothing came "
+                                           "from rank 1 on " +
+                                           host_name()));
 }
 
 TEST(Mpi, DifferentCollectivesTimeOut) {
   const auto [code, text] = launch(2, "mismatch");
   EXPECT_NE(code, 0);
-  EXPECT_THAT(text, testing::ContainsRegex("waited 0.5 s for (broadcast|all_reduce) #1 of group world"));
+  EXPECT_THAT(text, testing::ContainsRegex("waited 0.5 s for (broadcast|all_reduce) #[0-9]+ of group world"));
 }
 
 TEST(Launch, GivesTheExitCode) {
@@ -147,7 +184,7 @@ TEST(Launch, SaysThatMpirunIsMissing) {
 
 TEST(World, IsAloneWithoutALauncher) {
   EXPECT_EQ(launched_ranks(), 1);
-  const auto world = open_world_communicator(milliseconds(1000));
+  const auto world = open_world_communicator({.timeout = milliseconds(1000)});
   EXPECT_EQ(world->size(), 1);
   EXPECT_EQ(world->timeout(), milliseconds(1000));
 }
@@ -181,13 +218,27 @@ TEST(World, RefusesTheProcessesOfTorchrun) {
   unsetenv("WORLD_SIZE");
 }
 
+// srun --mpi=pmi2, of which Open MPI would say only that it was not built with Slurm's PMI.
+TEST(World, RefusesPmiWhereItsMpiTakesPmix) {
+  setenv("PMI_SIZE", "2", 1);
+  setenv("PMI_RANK", "0", 1);
+  try {
+    open_world_communicator();
+    ADD_FAILURE() << "opened";
+  } catch (const UserError& error) {
+    EXPECT_THAT(error.what(), HasSubstr("start with srun --mpi=pmix"));
+  }
+  unsetenv("PMI_SIZE");
+  unsetenv("PMI_RANK");
+}
+
 // mpiexec of another MPI than the module's: each process would take itself for the whole run.
 TEST(World, RefusesRanksThatItsMpiDoesNotKnow) {
   setenv("PMI_SIZE", "2", 1);
   EXPECT_EXIT(
       {
         try {
-          open_world_communicator(milliseconds(1000));
+          open_world_communicator({.timeout = milliseconds(1000)});
         } catch (const UserError& error) {
           std::cerr << error.what();
           std::_Exit(7);

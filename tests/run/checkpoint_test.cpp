@@ -317,6 +317,31 @@ TEST(Checkpoint, DamagedOnesAreNamedAndSkipped) {
   }
 }
 
+TEST(Checkpoint, EveryFileIsInOneShareOfThoseWhoLookForDamageTogether) {
+  for (const int parts : {1, 2, 3, 16}) {
+    ScratchDirectory scratch;
+    const fs::path path = Contents(5).save(scratch.path());
+    std::vector<fs::path> files;
+    for (const auto& entry : fs::directory_iterator(path))
+      if (entry.path().filename() != "manifest.json") files.push_back(entry.path());
+    ASSERT_GT(files.size(), 2u);
+    for (const fs::path& file : files) {
+      const std::string content = read_bytes(file);
+      std::string altered = content;
+      altered[altered.size() / 2] ^= 1;
+      write_bytes(file, altered);
+      int found = 0;
+      for (int part = 0; part < parts; ++part) {
+        const auto damage = find_damage(path, {part, parts});
+        found += damage == file.filename().string() + " has a wrong checksum" ? 1 : 0;
+      }
+      EXPECT_EQ(found, 1) << file << " of " << parts;
+      write_bytes(file, content);
+    }
+    for (int part = 0; part < parts; ++part) EXPECT_EQ(find_damage(path, {part, parts}), std::nullopt);
+  }
+}
+
 TEST(Checkpoint, ItIsSaidWhenReadingOneTakesAWhile) {
   ScratchDirectory scratch;
   const auto log_of = [&](uintmax_t bytes) {

@@ -4,8 +4,11 @@
 #include <cstdlib>
 #include <fstream>
 #include <map>
+#include <nlohmann/json.hpp>
 #include <set>
+#include <sstream>
 
+#include "comm/host_name.h"
 #include "core/random.h"
 #include "data/files/token_writer.h"
 #include "run/checkpoint/checkpoint.h"
@@ -294,9 +297,88 @@ TEST(RanksProcess, AFailingRankIsNamedAndEndsTheRun) {
                                               "train.validation_steps=0"}));
   ASSERT_TRUE(training.ends_within(kHang)) << training.output();
   EXPECT_EQ(training.wait(), 2) << "as one rank would";
-  EXPECT_TRUE(contains(training.output(), "rank 1 ended the job: ")) << training.output();
+  EXPECT_TRUE(contains(training.output(), "rank 1 on " + host_name() + " ended the job: ")) << training.output();
   EXPECT_TRUE(contains(training.output(), "document 2 should have 1 targets but has 2")) << training.output();
-  EXPECT_FALSE(contains(training.output(), "rank 0 ended the job: ")) << training.output();
+  EXPECT_FALSE(contains(training.output(), "rank 0 on " + host_name() + " ended the job: ")) << training.output();
+}
+
+std::vector<nlohmann::json> events(const ScratchDirectory& scratch) {
+  std::istringstream in(read_bytes(scratch / "run" / "events.jsonl"));
+  std::vector<nlohmann::json> all;
+  for (std::string line; std::getline(in, line);) all.push_back(nlohmann::json::parse(line));
+  return all;
+}
+
+TEST(RanksProcess, ALostRankIsForgivenAndTheRunEndsAsAnUndisturbedOne) {
+  ScratchDirectory undisturbed, disturbed;
+  std::vector<std::string> arguments = on_ranks(2, 1, {"train.max_steps=200", "train.save_steps=7"});
+  ASSERT_EQ(train(undisturbed.path(), arguments), 0);
+  arguments.insert(arguments.end(), {"--max-restarts", "2"});
+  Training training(disturbed.path(), arguments);
+  ASSERT_TRUE(wait_for(training, [&] { return checkpoint_steps(disturbed / "run").size() > 0; })) << training.output();
+  kill(ranks_of(training).at(1), SIGKILL);
+  ASSERT_TRUE(training.ends_within(2 * kHang)) << training.output();
+  EXPECT_EQ(training.wait(), 0) << training.output();
+  EXPECT_TRUE(contains(training.output(), "starting again from checkpoint-")) << training.output();
+  EXPECT_TRUE(contains(training.output(), "restart 1 of 2")) << training.output();
+  EXPECT_TRUE(contains(training.output(), "in 1 restart\n")) << "the last line says what was lost";
+  EXPECT_EQ(losses(disturbed.path()), losses(undisturbed.path()));
+  EXPECT_EQ(final_weights(disturbed.path()), final_weights(undisturbed.path()));
+  const std::vector<nlohmann::json> all = events(disturbed);
+  ASSERT_EQ(all.size(), 3u);
+  EXPECT_EQ(all[0]["event"], "lost");
+  EXPECT_EQ(all[0]["rank"], 1);
+  EXPECT_EQ(all[0]["host"], host_name());
+  EXPECT_GE(all[0]["step"], 7);
+  EXPECT_EQ(all[1]["event"], "resumed");
+  EXPECT_EQ(all[1]["step"].get<int64_t>() % 7, 0);
+  EXPECT_EQ(all[2]["event"], "finished");
+  EXPECT_EQ(all[2]["step"], 200);
+}
+
+TEST(RanksProcess, AUsersErrorIsNotTriedAgain) {
+  ScratchDirectory scratch;
+  std::vector<std::string> arguments = on_ranks(2, 1, {"train.resume=" + (scratch / "nothing").string()});
+  arguments.insert(arguments.end(), {"--max-restarts", "2"});
+  Training training(scratch.path(), arguments);
+  ASSERT_TRUE(training.ends_within(kHang)) << training.output();
+  EXPECT_EQ(training.wait(), 2) << training.output();
+  EXPECT_FALSE(contains(training.output(), "starting again")) << training.output();
+}
+
+// The shard of the second rank, which neither wrote by itself nor looks for by itself now.
+TEST(RanksProcess, AnAlteredShardIsNamedAndTheCheckpointBeforeItResumed) {
+  ScratchDirectory scratch;
+  const std::vector<std::string> arguments = on_ranks(2, 1, {"train.max_steps=6", "train.save_steps=2"});
+  ASSERT_EQ(train(scratch.path(), arguments), 0);
+  const std::string weights = final_weights(scratch.path());
+  const fs::path shard = checkpoint_path(scratch / "run", 6) / "optimizer-00002-of-00002.safetensors";
+  std::string content = read_bytes(shard);
+  content.back() ^= 1;
+  write_bytes(shard, content);
+  Training training(scratch.path(), arguments);
+  ASSERT_EQ(training.wait(), 0) << training.output();
+  EXPECT_TRUE(contains(training.output(),
+                       "checkpoint-6, which is damaged: optimizer-00002-of-00002.safetensors has a "
+                       "wrong checksum"))
+      << training.output();
+  EXPECT_TRUE(contains(training.output(), "checkpoint-4 after step 4")) << training.output();
+  EXPECT_EQ(final_weights(scratch.path()), weights);
+}
+
+TEST(RanksProcess, StandInATableAndKeepTheirThreads) {
+  ScratchDirectory scratch;
+  for (const std::string cores : {"first", "later"}) {
+    const bool first = cores == "first";
+    Training training(scratch.path(), on_ranks(2, 1,
+                                               {"train.threads=" + std::string(first ? "3" : "0"),
+                                                "train.max_steps=" + std::string(first ? "2" : "4")}));
+    ASSERT_EQ(training.wait(), 0) << training.output();
+    EXPECT_TRUE(contains(read_bytes(scratch / "run" / "run.yaml"), "threads: 3")) << cores;
+    const std::string table = read_bytes(scratch / "run" / "machine.txt");
+    EXPECT_TRUE(contains(table, "0-1   " + host_name())) << table;
+    EXPECT_TRUE(contains(training.output(), "0-1   " + host_name())) << training.output();
+  }
 }
 
 TEST(RanksProcess, TheLogLevelIsThatOfAllRanks) {
@@ -306,7 +388,8 @@ TEST(RanksProcess, TheLogLevelIsThatOfAllRanks) {
     Training training(scratch.path(), on_ranks(2, 1, {"train.max_steps=2"}), RLIM_INFINITY, {"--log-level", level});
     ASSERT_TRUE(training.ends_within(kHang)) << training.output();
     EXPECT_EQ(training.wait(), 0) << training.output();
-    EXPECT_EQ(contains(training.output(), "[rank 0] debug saved"), level == "debug") << training.output();
+    EXPECT_EQ(contains(training.output(), "[rank 0 on " + host_name() + "] debug saved"), level == "debug")
+        << training.output();
   }
 }
 

@@ -88,25 +88,25 @@ void remove_old_checkpoints(const fs::path& output_dir, int64_t newest, int64_t 
   }
 }
 
-std::optional<std::string> find_damage(const fs::path& checkpoint) {
+std::optional<std::string> find_damage(const fs::path& checkpoint, FileShare share) {
   // Silence would look like a program that hangs.
   constexpr uintmax_t kTakesAWhile = uintmax_t{1} << 30;
   uintmax_t bytes = 0;
   std::error_code ignored;
   for (const auto& entry : fs::directory_iterator(checkpoint, ignored))
     if (entry.is_regular_file(ignored)) bytes += entry.file_size(ignored);
-  if (bytes >= kTakesAWhile)
+  if (bytes >= kTakesAWhile && share.part == 0)
     log::info("verifying the checksums of {} ({})", checkpoint.string(), format_bytes(static_cast<int64_t>(bytes)));
-  return compare_with_manifest(checkpoint, /*checksums=*/true);
+  return compare_with_manifest(checkpoint, /*checksums=*/true, share);
 }
 
-std::optional<fs::path> newest_intact_checkpoint(const fs::path& output_dir) {
+std::optional<fs::path> newest_intact_checkpoint(const fs::path& output_dir, const FindDamage& find) {
   const std::vector<int64_t> steps = checkpoint_steps(output_dir);
   for (auto step = steps.rbegin(); step != steps.rend(); ++step) {
     const fs::path path = checkpoint_path(output_dir, *step);
     std::optional<std::string> damage;
     try {
-      damage = find_damage(path);
+      damage = find(path);
     } catch (const UnreadableFile& error) {
       throw UserError(
           "{}. It belongs to the newest checkpoint, which may be intact: make it readable and start again, or move {} "

@@ -2,6 +2,7 @@
 
 #include <cstdint>
 #include <filesystem>
+#include <functional>
 #include <optional>
 #include <string>
 #include <vector>
@@ -10,6 +11,7 @@
 #include "core/tensor.h"
 #include "model/parameters.h"
 #include "parallel/shard_layout.h"
+#include "run/checkpoint/manifest.h"
 
 namespace sb {
 
@@ -46,13 +48,18 @@ struct TrainState {
 void remove_old_checkpoints(const std::filesystem::path& output_dir, int64_t newest, int64_t keep, int64_t last_good);
 
 // What is wrong with a checkpoint; nothing when every file has the size and checksum that the manifest says.
-// UnreadableFile when that cannot be told.
-std::optional<std::string> find_damage(const std::filesystem::path& checkpoint);
+// UnreadableFile when that cannot be told. Several can look for it together, each in its share of the files.
+std::optional<std::string> find_damage(const std::filesystem::path& checkpoint, FileShare share = {});
+using FindDamage = std::function<std::optional<std::string>(const std::filesystem::path& checkpoint)>;
+inline const FindDamage kFindAllDamage = [](const std::filesystem::path& checkpoint) {
+  return find_damage(checkpoint);
+};
 
 // The newest intact checkpoint; a damaged one is named in a warning and skipped. Nothing when there is none at all;
 // UserError when there are some and all of them are damaged, and when one cannot be read: it may be intact, and a run
 // that went on from an older one would write over it.
-std::optional<std::filesystem::path> newest_intact_checkpoint(const std::filesystem::path& output_dir);
+std::optional<std::filesystem::path> newest_intact_checkpoint(const std::filesystem::path& output_dir,
+                                                              const FindDamage& find = kFindAllDamage);
 
 // Steps of all checkpoints of a run, ascending.
 std::vector<int64_t> checkpoint_steps(const std::filesystem::path& output_dir);

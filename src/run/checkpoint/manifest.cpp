@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <cerrno>
+#include <functional>
 #include <future>
 #include <nlohmann/json.hpp>
 #include <set>
@@ -63,6 +64,27 @@ nlohmann::json read_manifest(const fs::path& file) {
   return object;
 }
 
+struct ListedFile {
+  std::string name, checksum;
+  uint64_t bytes;
+};
+
+// Each file goes to the part that has least to read so far, the largest first.
+std::vector<ListedFile> files_of(const nlohmann::json& manifest, FileShare share) {
+  std::vector<ListedFile> files;
+  for (const auto& [name, entry] : manifest.at("files").items())
+    files.push_back({name, entry.at("crc32c"), entry.at("bytes")});
+  std::ranges::stable_sort(files, std::ranges::greater(), &ListedFile::bytes);
+  std::vector<uint64_t> bytes(static_cast<size_t>(share.parts));
+  std::vector<ListedFile> own;
+  for (const ListedFile& file : files) {
+    const auto least = std::ranges::min_element(bytes);
+    *least += file.bytes;
+    if (least - bytes.begin() == share.part) own.push_back(file);
+  }
+  return own;
+}
+
 }  // namespace
 
 void write_manifest(const fs::path& directory, const std::map<std::string, WrittenFile>& known, int format) {
@@ -88,20 +110,19 @@ void write_manifest(const fs::path& directory, const std::map<std::string, Writt
   write_new_file(directory / kName, manifest.dump(1) + "\n");
 }
 
-std::optional<std::string> compare_with_manifest(const fs::path& checkpoint, bool checksums) {
+std::optional<std::string> compare_with_manifest(const fs::path& checkpoint, bool checksums, FileShare share) {
   try {
     const nlohmann::json manifest = read_manifest(checkpoint / kName);
     const nlohmann::json& format = manifest.at("format");
     if (format != 1 && format != kNewestFormat)  // written out only when that cannot walk a deep nesting on the stack
       return fmt::format("{} has format {}, this version reads 1 to {}", kName,
                          format.is_structured() ? format.type_name() : format.dump(), kNewestFormat);
-    for (const auto& [name, entry] : manifest.at("files").items()) {
+    for (const auto& [name, checksum, expected] : files_of(manifest, share)) {
       const fs::path file = checkpoint / name;
       if (std::error_code ignored; !fs::exists(file, ignored) && !ignored) return fmt::format("{} is missing", name);
       const auto bytes = static_cast<uint64_t>(RegularFile(file).size());
-      const uint64_t expected = entry.at("bytes");
       if (bytes != expected) return fmt::format("{} has {} bytes instead of {}", name, bytes, expected);
-      if (checksums && entry.at("crc32c") != checksum_text(file_checksum(file)))
+      if (checksums && checksum != checksum_text(file_checksum(file)))
         return fmt::format("{} has a wrong checksum", name);
     }
   } catch (const nlohmann::json::exception& error) {

@@ -21,8 +21,14 @@ struct WrittenFile {
 void write_manifest(const std::filesystem::path& directory, const std::map<std::string, WrittenFile>& known,
                     int format);
 
-// What of a checkpoint is not as its manifest says: sizes, and checksums too when asked (which reads every byte). What
-// cannot be read is not known to be damaged, and thrown as UnreadableFile.
-std::optional<std::string> compare_with_manifest(const std::filesystem::path& checkpoint, bool checksums);
+// One of several equal parts of a checkpoint's files.
+struct FileShare {
+  int part = 0, parts = 1;
+};
+
+// What of a checkpoint, or of a share of it, is not as its manifest says: sizes, and checksums too when asked (which
+// reads every byte). What cannot be read is not known to be damaged, and thrown as UnreadableFile.
+std::optional<std::string> compare_with_manifest(const std::filesystem::path& checkpoint, bool checksums,
+                                                 FileShare share = {});
 
 }  // namespace sb

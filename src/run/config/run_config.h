@@ -106,7 +106,8 @@ struct ParallelOptions {
   Backend backend = Backend::automatic;  // device: cuda
   enum class RingLists { automatic, device, host };
   RingLists ring_lists = RingLists::automatic;  // device: cuda, cp: where lists are made
-  int64_t timeout = 600;                        // seconds that a rank waits for another
+  int64_t timeout = 0;                          // seconds that a rank waits for another; 0: by the predicted step
+  int64_t start_timeout = 60;                   // the same until all have found each other
   RehearsedGrid rehearse;
   GridShape grid() const { return {dp, pp, cp, tp}; }
   // Data-parallel ranks that plans are made for.

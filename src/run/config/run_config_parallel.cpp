@@ -40,9 +40,12 @@ void add_parallel_options(OptionTable& table, ParallelOptions& parallel) {
        {"staged", ParallelOptions::Backend::staged}},
       "device: cuda: how data moves between GPUs; staged: through host memory, also if ranks share a GPU; auto: nccl "
       "if each rank has its own GPU, otherwise staged");
-  table.integer("parallel.timeout", &parallel.timeout, 1, 1 << 20,
+  table.integer("parallel.timeout", &parallel.timeout, 0, 1 << 20,
                 "seconds that a rank waits for another before it aborts the run; must exceed the time of the longest "
-                "micro-batch and of saving a checkpoint");
+                "micro-batch and of saving a checkpoint; 0: two minutes, 20 predicted steps, a validation and the "
+                "writing of a rank's part of a checkpoint at 50 MB/s");
+  table.integer("parallel.start_timeout", &parallel.start_timeout, 1, 1 << 20,
+                "seconds until all ranks have found each other; one that is alone for longer ends with exit code 1");
   table.section("parallel.rehearse",
                 "Rehearses a cluster: steps are planned for it, with balance.profile as the profile of its GPUs, and "
                 "their micro-batches run on the ranks at hand (docs/parallel.md).");

@@ -24,7 +24,9 @@ void Trainer::save() {
   }
   saver_->save(model_->own_tensors(), state_, measured);
   saved_step_ = state_.step;
-  time_left_.save(std::chrono::steady_clock::now() - begin);
+  const std::chrono::duration<double> took = std::chrono::steady_clock::now() - begin;
+  time_left_.save(took);
+  saving_seconds_ += took.count();
 }
 
 void Trainer::write_final_model(TrainSummary& summary) {
