@@ -111,10 +111,12 @@ std::vector<SharedElements> ParameterSet::shared_elements() const {
 }
 
 TensorView ParameterSet::value(int index) const {
+  await(index);
   return part(flat_values_, index);
 }
 
 TensorView ParameterSet::weight(int index) const {
+  await(index);
   return part(flat_weights_.empty() ? flat_values_ : flat_weights_, index);
 }
 
@@ -124,7 +126,13 @@ TensorView ParameterSet::gradient(int index) const {
 
 TensorView ParameterSet::values() const {
   SB_CHECK(values_, "the parameters are not allocated, or their values are somebody else's");
+  await(0, flat_elements_);
   return flat_values_;
+}
+
+TensorView ParameterSet::rounded_weights() const {
+  await(0, flat_elements_);
+  return flat_weights_;
 }
 
 TensorView ParameterSet::gradients() const {
@@ -178,6 +186,7 @@ HostCopy ParameterSet::host_values() const {
 }
 
 void ParameterSet::store_values(const HostCopy& values) {
+  await(0, flat_elements_);
   weights_changed();
   values.store();
   if (flat_weights_.empty()) return;

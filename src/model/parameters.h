@@ -89,7 +89,7 @@ class ParameterSet {
   // The flat buffers, padding included (padding is zero).
   TensorView values() const;
   // Rounded copies of all values; empty when the operations read the values themselves.
-  TensorView rounded_weights() const { return flat_weights_; }
+  TensorView rounded_weights() const;
   TensorView gradients() const;
   int64_t flat_elements() const { return flat_elements_; }
   // Bytes of one flat buffer.
@@ -117,6 +117,10 @@ class ParameterSet {
   // where they are not trained.
   using ValuesOwner = std::function<void(const TensorView& values)>;
   void set_values_owner(ValuesOwner owner) { values_owner_ = std::move(owner); }
+  // Who brings weights from elsewhere while operations run: asked before elements [begin, end) are read or written
+  // through anything here, to wait until they are there.
+  using Arrival = std::function<void(int64_t begin, int64_t end)>;
+  void set_arrival(Arrival arrival) { arrival_ = std::move(arrival); }
   bool has_values() const { return !flat_values_.empty(); }
   bool has_gradients() const { return !flat_gradients_.empty(); }
   // Parameters that nobody trains, in bf16: the rounded weights are all there is, and values can only be put in.
@@ -127,6 +131,11 @@ class ParameterSet {
   TensorView part(const TensorView& flat, int index) const;
 
  private:
+  void await(int64_t begin, int64_t end) const {
+    if (arrival_) arrival_(begin, end);
+  }
+  void await(int index) const { await(parameter(index).offset, parameter(index).offset + parameter(index).elements()); }
+
   std::vector<Parameter> parameters_;
   std::vector<Group> groups_;
   int64_t flat_elements_ = 0;
@@ -135,6 +144,7 @@ class ParameterSet {
   std::vector<bool> unwritten_;  // gradients, since begin_gradients()
   int64_t version_ = 0;
   ValuesOwner values_owner_;
+  Arrival arrival_;
 };
 
 // A parameter and the set that it lies in; index -1: the model has none of this kind.

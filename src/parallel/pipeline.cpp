@@ -119,7 +119,11 @@ class Pipeline::Slots {
 // When operations ran: by the clock on the CPU, by events on a device, where the host only queues them.
 class Pipeline::Timer {
  public:
-  explicit Timer(const Exec& exec) : exec_(exec), start_(Clock::now()), origin_(exec.device) { origin_.record(exec); }
+  Timer(const Exec& exec, const Hooks& hooks)
+      : exec_(exec), take_waits_(hooks.take_waits), start_(Clock::now()), origin_(exec.device) {
+    if (take_waits_) take_waits_();  // of what came before
+    origin_.record(exec);
+  }
   void begin() {
     begins_.emplace_back(exec_.device);
     begins_.back().record(exec_);
@@ -128,27 +132,31 @@ class Pipeline::Timer {
     ends_.emplace_back(exec_.device);
     ends_.back().record(exec_);
     kinds_.push_back({micro_batch, pass, {}, {}});
+    waits_.push_back(take_waits_ ? take_waits_() : std::vector<WeightGather::Wait>());
   }
   // Waits for the last one.
   std::vector<Operation> operations() {
     if (!ends_.empty()) ends_.back().wait();
-    const auto moment = [&](const DeviceEvent& event) {
-      const std::chrono::duration<double, std::milli> since(DeviceEvent::milliseconds_between(origin_, event));
-      return start_ + std::chrono::duration_cast<Clock::duration>(since);
+    const auto between = [](const DeviceEvent& begin, const DeviceEvent& end) {
+      const std::chrono::duration<double, std::milli> time(DeviceEvent::milliseconds_between(begin, end));
+      return std::chrono::duration_cast<Clock::duration>(time);
     };
     for (size_t i = 0; i < kinds_.size(); ++i) {
-      kinds_[i].begin = moment(begins_[i]);
-      kinds_[i].end = moment(ends_[i]);
+      kinds_[i].begin = start_ + between(origin_, begins_[i]);
+      kinds_[i].end = start_ + between(origin_, ends_[i]);
+      for (const WeightGather::Wait& wait : waits_[i]) kinds_[i].waited += between(wait.begin, wait.end);
     }
     return std::move(kinds_);
   }
 
  private:
   const Exec& exec_;
+  const std::function<std::vector<WeightGather::Wait>()>& take_waits_;
   Clock::time_point start_;
   DeviceEvent origin_;
   std::vector<DeviceEvent> begins_, ends_;
   std::vector<Operation> kinds_;
+  std::vector<std::vector<WeightGather::Wait>> waits_;  // of each
 };
 
 int64_t Pipeline::buffer_bytes(int stage, int stages, int64_t hidden_size, int64_t max_rows, DType dtype) {
@@ -223,7 +231,7 @@ Pipeline::Result Pipeline::train(const Exec& exec, std::span<const MicroBatch> b
   const bool split = order.split_backward && previous_ >= 0 && stage_.options().split_backward_tokens > 0;
   const GradientsFinal never;
   Result result;
-  Timer timer(exec);
+  Timer timer(exec, hooks);
   for (int i = 0; i < kBuffers; ++i) {
     expect(inputs_.get(), forwards, i);
     expect(output_gradients_.get(), backwards, i);

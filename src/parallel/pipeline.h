@@ -11,6 +11,7 @@
 #include "comm/device/device_communicator.h"
 #include "core/arena.h"
 #include "model/stage/stage.h"
+#include "parallel/weight_gather.h"
 
 namespace sb {
 
@@ -42,8 +43,13 @@ class Pipeline {
   struct Operation {
     int micro_batch;
     Pass pass;
-    std::chrono::steady_clock::time_point begin, end;  // the computation, without what it waited for
-    int64_t nanoseconds() const { return std::chrono::duration_cast<std::chrono::nanoseconds>(end - begin).count(); }
+    // From its input to its output, and how much of that it waited for weights.
+    std::chrono::steady_clock::time_point begin, end;
+    std::chrono::nanoseconds waited{0};
+    // The computation alone.
+    int64_t nanoseconds() const {
+      return (std::chrono::duration_cast<std::chrono::nanoseconds>(end - begin) - waited).count();
+    }
   };
   struct SourceLoss {
     double nll = 0;
@@ -64,6 +70,8 @@ class Pipeline {
     GradientsFinal gradients_final;  // of the last backward: nothing changes these gradients any more
     // Asked whenever nothing is in flight; true ends the run early. For a pipeline of one stage: others would wait.
     std::function<bool()> stop;
+    // The waits for weights since it was asked last.
+    std::function<std::vector<WeightGather::Wait>()> take_waits = {};
   };
 
   // All stages call it with the same micro-batches in the same order, the pieces of a sequence one after the other.

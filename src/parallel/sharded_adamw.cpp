@@ -33,10 +33,12 @@ ShardedAdamW::ShardedAdamW(ParameterSet& parameters, const ShardLayout& layout, 
       arena_(make_arena(
           "optimizer",
           storage.on_host ? 0 : bytes(parameters.flat_elements(), layout.shards(), parameters.has_values(), storage),
-          parameters.gradients().device())) {
+          parameters.gradients().device())),
+      gather_(replicas) {
   SB_CHECK(replicas.size() == layout.shards(), "{} replicas, {} shards", replicas.size(), layout.shards());
   SB_CHECK(!storage.on_host || !parameters.has_values(), "values on the device, their moments in host memory");
   if (!parameters.has_values()) parameters.set_values_owner([this](const TensorView& all) { take_values(all); });
+  if (replicas.size() > 1) parameters.set_arrival([this](int64_t begin, int64_t end) { gather_.await({begin, end}); });
   const auto zeros = [&](DType dtype) {
     const TensorView array = arena_.allocate(dtype, {layout_.shard_elements()});
     zero_now(array);
@@ -92,9 +94,8 @@ double ShardedAdamW::squared_norm(const Exec& exec, int left_out, std::span<cons
   return sb::squared_norm(exec, pieces);
 }
 
-void ShardedAdamW::update_range(const Exec& exec, const AdamWStep& step, const FlatRange& range,
-                                const TensorView& values, const TensorView& first_moment,
-                                const TensorView& second_moment) const {
+void ShardedAdamW::update(const Exec& exec, const AdamWStep& step, const Elements& elements) const {
+  const FlatRange& range = elements.range;
   std::vector<DecayRange> ranges;
   for (const DecayRange& tensor : tensors_) {
     const int64_t begin = std::max(range.begin, tensor.begin), end = std::min(range.end, tensor.end);
@@ -102,38 +103,36 @@ void ShardedAdamW::update_range(const Exec& exec, const AdamWStep& step, const F
     ranges.push_back({begin - range.begin, end - range.begin, tensor.decay, tensor.place});
     ranges.back().place.first = begin - tensor.begin;
   }
-  const TensorView weights = parameters_.rounded_weights();
   adamw_update(exec, step, ranges,
-               {values, parameters_.gradients().rows(range.begin, range.end), first_moment, second_moment,
-                weights.empty() ? TensorView() : weights.rows(range.begin, range.end), TensorView()});
+               {elements.values, parameters_.gradients().rows(range.begin, range.end), elements.first_moment,
+                elements.second_moment, elements.weights, TensorView()});
 }
 
 void ShardedAdamW::update(const Exec& exec, const AdamWStep& step) {
+  await_weights();  // a rank without micro-batches has read none of them
   parameters_.weights_changed();
-  std::vector<CommRequest> gathering;
+  const TensorView rounded = parameters_.rounded_weights(),
+                   values = parameters_.has_values() ? parameters_.values() : TensorView();
+  const auto weights = [&](int64_t begin, int64_t end) {
+    return rounded.empty() ? TensorView() : rounded.rows(begin, end);
+  };
   for (int bucket = 0; bucket < layout_.buckets(); ++bucket) {
     const FlatRange own = layout_.piece(bucket, replicas_.rank());
     const int64_t place = layout_.place(bucket), end = place + own.size();
     if (host_) {
       host_->update(exec, place, end, [&](const HostOptimizerState::Window& window) {
-        update_range(exec, step, {own.begin + window.begin - place, own.begin + window.end - place}, window.values,
-                     window.first_moment, window.second_moment);
+        const FlatRange range{own.begin + window.begin - place, own.begin + window.end - place};
+        update(exec, step,
+               {range, window.values, window.first_moment, window.second_moment, weights(range.begin, range.end)});
       });
     } else {
-      update_range(exec, step, own,
-                   values_.empty() ? parameters_.values().rows(own.begin, own.end) : values_.rows(place, end),
-                   first_moment_.rows(place, end), second_moment_.rows(place, end));
+      update(exec, step,
+             {own, values_.empty() ? values.rows(own.begin, own.end) : values_.rows(place, end),
+              first_moment_.rows(place, end), second_moment_.rows(place, end), weights(own.begin, own.end)});
     }
-    // On its way while the next bucket is updated.
-    if (replicas_.size() > 1) {
-      const TensorView read =
-          parameters_.rounded_weights().empty() ? parameters_.values() : parameters_.rounded_weights();
-      const FlatRange range = layout_.bucket(bucket);
-      gathering.push_back(replicas_.all_gather_async(read.rows(range.begin, range.end).raw(),
-                                                     own.size() * dtype_bytes(read.dtype()), CommType::u8));
-    }
+    // On its way while the next bucket is updated, and while the next step's forward comes to it.
+    if (replicas_.size() > 1) gather_.begin(exec, rounded.empty() ? values : rounded, layout_.bucket(bucket));
   }
-  for (CommRequest& request : gathering) request.wait();
 }
 
 }  // namespace sb

@@ -11,6 +11,7 @@
 #include "ops/adamw.h"
 #include "parallel/host_optimizer_state.h"
 #include "parallel/shard_layout.h"
+#include "parallel/weight_gather.h"
 
 namespace sb {
 
@@ -31,9 +32,14 @@ class ShardedAdamW {
   // Σ gradient² over this rank's pieces, in fp64. `left_out`: a bucket that another rank counts; -1: none.
   // `not_counted`: ascending ranges of the flat buffers that another rank counts, too.
   double squared_norm(const Exec& exec, int left_out, std::span<const FlatRange> not_counted = {}) const;
-  // Needs the reduced gradients of the own pieces. Afterwards all ranks read the same values. step.weight_decay is for
+  // Needs the reduced gradients of the own pieces. Afterwards all ranks read the same values; those of others may still
+  // be on their way, and whoever reads them through the parameters waits for what he reads. step.weight_decay is for
   // the parameters that decay.
   void update(const Exec& exec, const AdamWStep& step);
+  // For all of them.
+  void await_weights() { gather_.await({0, parameters_.flat_elements()}); }
+  // What was waited for since the last call.
+  std::vector<WeightGather::Wait> take_waits() { return gather_.take_waits(); }
 
   // The own shard's values, where the parameters have none; empty otherwise.
   TensorView values() const { return host_ ? host_->values() : values_; }
@@ -43,9 +49,13 @@ class ShardedAdamW {
 
  private:
   void take_values(const TensorView& all);
-  // Of elements [begin, end) of the flat buffers, whose values and moments are given.
-  void update_range(const Exec& exec, const AdamWStep& step, const FlatRange& range, const TensorView& values,
-                    const TensorView& first_moment, const TensorView& second_moment) const;
+  // Of elements `range` of the flat buffers, whose values and moments, and rounded weights where there are any, are
+  // given.
+  struct Elements {
+    FlatRange range;
+    TensorView values, first_moment, second_moment, weights;
+  };
+  void update(const Exec& exec, const AdamWStep& step, const Elements& elements) const;
 
   ParameterSet& parameters_;
   const ShardLayout& layout_;
@@ -53,6 +63,7 @@ class ShardedAdamW {
   std::unique_ptr<HostOptimizerState> host_;  // null: what follows is on the device
   Arena arena_;
   TensorView values_, first_moment_, second_moment_;
+  WeightGather gather_;
   std::vector<DecayRange> tensors_;  // ascending; the padding between them is zero and stays zero
 };
 

@@ -118,8 +118,9 @@ Pipeline::Result RankModel::forward_backward(const Exec& exec, std::span<const M
                                              const std::function<bool()>& stop, const Pipeline::Order& order) {
   stage_.parameters().begin_gradients(exec);
   reducer_.start();
-  Pipeline::Result result =
-      pipeline_.train(exec, batches, order, {[this](int group) { reducer_.group_final(group); }, stop});
+  Pipeline::Result result = pipeline_.train(
+      exec, batches, order,
+      {[this](int group) { reducer_.group_final(group); }, stop, [this] { return optimizer_.take_waits(); }});
   if (grid_.tp_rank() > 0) {
     result.loss = {};
     result.sources.clear();
@@ -147,6 +148,7 @@ void RankModel::update(const Exec& exec, const AdamWStep& step) {
 }
 
 void RankModel::settle() {
+  optimizer_.await_weights();
   grid_.replicas().barrier();
   grid_.pipeline().barrier();
   grid_.tensor().barrier();

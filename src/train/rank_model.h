@@ -74,7 +74,9 @@ class RankModel {
   LossSums evaluate(const Exec& exec, const MicroBatch& batch, int slot = 0);
   // Ends the reduction; the norm of the whole gradient.
   double reduce(const Exec& exec);
+  // The weights of other replicas may still be on their way; whoever reads some of them waits for these.
   void update(const Exec& exec, const AdamWStep& step);
+  void await_weights() { optimizer_.await_weights(); }
 
   // Until nothing is on its way between ranks any more; throws what failed in the meantime.
   void settle();

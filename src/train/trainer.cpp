@@ -380,6 +380,7 @@ Trainer::StepPlan Trainer::plan_in_order() {
 
 // What is timed begins when every rank and its device have ended what came before.
 void Trainer::start_together() {
+  model_->await_weights();
   DeviceEvent queued(exec_.device);
   queued.record(exec_);
   queued.wait();

@@ -193,14 +193,13 @@ TEST(RanksProcess, ShareProductsAndLearnWhatOneProcessLearns) {
   }
 }
 
-// SB_KILL_ROUNDS=20 for the long form.
-TEST(RanksProcess, ARankKilledAtAnyMomentEndsTheRunWhichThenGoesOnExactly) {
-  const char* asked = std::getenv("SB_KILL_ROUNDS");
-  const int rounds = asked ? std::atoi(asked) : 4;
+// Two stages, each on two ranks that share its products (`tp`) or that gather the weights of each other (`dp`).
+void kill_ranks(int dp, int tp, int rounds) {
+  SCOPED_TRACE(testing::Message() << "dp " << dp << ", tp " << tp);
   ScratchDirectory undisturbed, killed;
-  // Long enough that the first kills find it running. Two stages, each on two ranks that share its products.
-  const std::vector<std::string> steps = {"train.max_steps=" + std::to_string(100 + 50 * rounds), "parallel.tp=2"};
-  std::vector<std::string> arguments = on_ranks(1, 2, steps);
+  // Long enough that the first kills find it running.
+  std::vector<std::string> arguments =
+      on_ranks(dp, 2, {"train.max_steps=" + std::to_string(100 + 50 * rounds), "parallel.tp=" + std::to_string(tp)});
   arguments[1] = "4";
   ASSERT_EQ(train(undisturbed.path(), arguments), 0);
   Random random(static_cast<uint64_t>(std::chrono::steady_clock::now().time_since_epoch().count()));
@@ -227,6 +226,14 @@ TEST(RanksProcess, ARankKilledAtAnyMomentEndsTheRunWhichThenGoesOnExactly) {
   ASSERT_EQ(train(killed.path(), arguments), 0);
   EXPECT_EQ(losses(killed.path()), losses(undisturbed.path()));
   EXPECT_EQ(final_weights(killed.path()), final_weights(undisturbed.path()));
+}
+
+// SB_KILL_ROUNDS=20 for the long form.
+TEST(RanksProcess, ARankKilledAtAnyMomentEndsTheRunWhichThenGoesOnExactly) {
+  const char* asked = std::getenv("SB_KILL_ROUNDS");
+  const int rounds = asked ? std::atoi(asked) : 3;
+  kill_ranks(/*dp=*/1, /*tp=*/2, rounds);
+  kill_ranks(/*dp=*/2, /*tp=*/1, rounds);
 }
 
 // mpirun itself hangs at times when a rank dies while it connects the others; a stopped one stands for it.

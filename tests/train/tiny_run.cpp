@@ -38,7 +38,8 @@ TinyTrainer::TinyTrainer(const RunConfig& config, const Replace& replace) : part
   parts_->source = make_synthetic_source(task, config.train.seed);
   task.curriculum.reset();
   parts_->validation = make_synthetic_source(task, config.train.seed + 1);
-  parts_->directory = std::make_unique<RunDirectory>(config);
+  parts_->directory = replace.world && replace.world->rank() > 0 ? std::make_unique<RunDirectory>(config, std::nullopt)
+                                                                 : std::make_unique<RunDirectory>(config);
   TrainerParts parts{run_model_config(config),
                      replace.attention ? *replace.attention : parts_->attention,
                      replace.source ? *replace.source : *parts_->source,
@@ -48,6 +49,7 @@ TinyTrainer::TinyTrainer(const RunConfig& config, const Replace& replace) : part
                      replace.stop_requested,
                      replace.sparse};
   parts.planner = replace.planner;
+  parts.world = replace.world;
   trainer_ = std::make_unique<Trainer>(config, parts, *parts_->directory);
 }
 

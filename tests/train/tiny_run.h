@@ -24,6 +24,7 @@ class TinyTrainer {
     SelectingAttention* sparse = nullptr;  // what `attention` forwards to
     const SequenceSource* validation = nullptr;
     StepPlanner* planner = nullptr;
+    Communicator* world = nullptr;  // nullptr: this rank alone
   };
   explicit TinyTrainer(const RunConfig& config) : TinyTrainer(config, Replace()) {}
   TinyTrainer(const RunConfig& config, const Replace& replace);
