@@ -17,7 +17,7 @@ namespace sb {
 namespace {
 
 constexpr int kRanks = 3, kGroups = 4;
-constexpr int64_t kColumns = 50;
+constexpr int64_t kGatherColumns = 50;
 
 // Of a rank of `kRanks`: a bucket for every group, a matrix and a vector in each.
 struct Replica {
@@ -32,7 +32,7 @@ struct Replica {
   explicit Replica(Communicator& replicas) {
     for (int group = 0; group < kGroups; ++group) {
       const std::string name = std::to_string(group);
-      parameters.declare("matrix" + name, {group + 1, kColumns},
+      parameters.declare("matrix" + name, {group + 1, kGatherColumns},
                          {{"matrix" + name, 0, group + 1, TensorShare{}.whole()}});
       parameters.declare("vector" + name, {5}, {{"vector" + name, 0, 5, TensorShare{}.whole()}});
       parameters.end_group(kRanks);

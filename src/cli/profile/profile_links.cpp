@@ -77,7 +77,7 @@ void profile_links(const LinkArguments& arguments) {
   if (launched == 1) {
     std::vector<std::string> command = {
         "", "profile", "--links", arguments.out, "--device", arguments.gpu ? "cuda" : "cpu"};
-    if (const int code = launch_local_ranks(arguments.ranks, std::move(command)); code != 0)
+    if (const int code = launch_local_ranks(arguments.ranks, std::move(command)).exit_code; code != 0)
       throw CLI::RuntimeError(code);
     return;
   }
