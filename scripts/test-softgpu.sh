@@ -51,7 +51,7 @@ if [ $extent = default ]; then
   run softgpu "whole, in the plain order" "$whole"
   # Of the longer ones what each is about, the cheaper type where both take the same way.
   cases softgpu eval_test '*cuda*:*Cuda*'
-  cases softgpu attention_cuda_test '*Refuse*:CudaAttentionTest.Budgets*:*WhatIsReserved*:CudaTable.Odd*'
+  cases softgpu attention_cuda_test '*Refuse*:CudaAttentionTest.Budgets*:*WhatIsReserved*'
   cases softgpu model_test \
     '*cuda*:*Cuda*:-*LossCurve*:*AdaptersLearn*:*Pieces*/f32:*SparseAttention/f32:*LayerInputs*:*AttentionOfTheDevice*/f32'
   cases softgpu cuda_ring_test '*CudaRing.*/bf16:*CudaRingPieces.HaveMany*/bf16:*CudaRingSelections*/bf16_topk*:-*StepsTake*'

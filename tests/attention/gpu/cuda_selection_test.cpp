@@ -26,7 +26,7 @@ TEST_F(CudaAttentionTest, SelectsWhatTheCpuSelects) {
     options.attention.selection.order = order;
     const auto attention = make_cuda_attention(options);
     const AttentionShape shape{heads, 2, 64, 0.125f};
-    const auto cu = sized<std::vector<int32_t>>({0, 3000, 5000}, {0, 700, 1200});
+    const auto cu = sized<std::vector<int32_t>>({0, 3000, 5000}, {0, 1200, 2000});
     const CudaOperands in(shape, cu.back(), dtype, 3);
     BlockIndex index;
     run(*attention, in, {cu, {}}, dtype, &index);
@@ -74,7 +74,7 @@ TEST_F(CudaAttentionTest, SelectsByPlanesWhatTheCpuSelects) {
     options.portable = c.portable;
     // Mean queries are short: a large scale sets blocks apart.
     const AttentionShape shape{c.heads, c.kv_heads, c.d, 0.7f};
-    const auto cu = sized<std::vector<int32_t>>({0, 3000, 5000}, {0, 700, 1200});
+    const auto cu = sized<std::vector<int32_t>>({0, 3000, 5000}, {0, 1200, 2000});
     const CudaOperands in(shape, cu.back(), c.dtype, 3);
     const LearnedSelection learned = made_up_energies(shape, 3);
     const auto attention = make_cuda_attention(options);
@@ -205,9 +205,9 @@ TEST_F(CudaAttentionTest, MeasuresCoverageLikeTheCpu) {
     options.attention.coverage_rows = 7;
     const auto attention = make_cuda_attention(options);
     const AttentionShape shape{c.heads, 2, 64, 0.125f};
-    const auto cu =
-        sized<std::vector<int32_t>>({0, 3001, 3001, 3004, 3600, 6600},
-                                    {0, 601, 601, 604, 900, 1600});  // the empty one is not measured, short ones dense
+    const auto cu = sized<std::vector<int32_t>>(
+        {0, 3001, 3001, 3004, 3600, 6600},
+        {0, 1101, 1101, 1104, 1400, 2600});  // the empty one is not measured, short ones dense
     const CudaOperands in(shape, cu.back(), c.dtype, 3);
     BlockIndex index;
     run(*attention, in, {cu, {}}, c.dtype, &index, 1);
@@ -251,7 +251,7 @@ TEST_F(CudaAttentionTest, MeasuresCoverageByPlanesLikeTheCpu) {
     options.attention.selection.block = block;
     options.attention.coverage_rows = 7;
     const AttentionShape shape{heads, 2, 64, 0.4f};
-    const auto cu = sized<std::vector<int32_t>>({0, 3001, 3001, 6600}, {0, 601, 601, 1500});
+    const auto cu = sized<std::vector<int32_t>>({0, 3001, 3001, 6600}, {0, 1101, 1101, 2600});
     const CudaOperands in(shape, cu.back(), dtype, 3);
     const LearnedSelection learned = made_up_energies(shape, 3);
     const auto attention = make_cuda_attention(options);
