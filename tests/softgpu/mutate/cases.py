@@ -64,7 +64,7 @@ FILES = (
     ("src/ops/cuda/embedding", (["ops_test *Embedding*"], [])),
     ("src/ops/cuda/rmsnorm", (["ops_test *RmsNorm*"], [])),
     ("src/ops/cuda/rope", (["ops_test *Rope*"], [])),
-    ("src/ops/cuda/swiglu", (["ops_test *SwiGlu*"], ["ops_test *Fp8*"])),
+    ("src/ops/cuda/swiglu", (["ops_test *SwiGlu*", "ops_test *Fp8*Swiglu*"], [])),
     ("src/ops/fp8/", (["ops_test *Fp8*"], ["model_test CudaFp8Stage*"])),
     ("src/ops/", (["ops_test *"], [])),
     ("src/eval/gpu/", (["eval_test *CudaDecode*"], ["eval_test *"])),
