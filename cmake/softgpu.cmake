@@ -6,6 +6,10 @@ function(sb_cuda_sources_as_cxx folder)
   set(warnings -Wno-unknown-pragmas -Wno-uninitialized -Wno-maybe-uninitialized -Wno-missing-field-initializers -Wno-shadow
                -Wno-unused-variable -Wno-unused-but-set-variable -Wno-sign-compare
                -fno-strict-aliasing -mavx2 -mfma)
+  # A volatile read beside atomics is meant.
+  if(SB_SANITIZE MATCHES thread)
+    list(APPEND warnings --param=tsan-distinguish-volatile=1)
+  endif()
   get_property(targets DIRECTORY ${folder} PROPERTY BUILDSYSTEM_TARGETS)
   foreach(target IN LISTS targets)
     get_target_property(type ${target} TYPE)

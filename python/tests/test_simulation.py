@@ -24,7 +24,8 @@ def test_rows_are_those_of_the_command_line_tool(program, tmp_path):
 
 
 def test_layouts_are_those_of_the_command_line_tool(program, tmp_path):
-    program("simulate", "--sweep", "--gpus", 4, "--steps", 2, "--json", tmp_path / "rows.json")
+    policy = "sab+order+chunk+optimal"
+    program("simulate", "--sweep", "--gpus", 4, "--steps", 2, "--policies", policy, "--json", tmp_path / "rows.json")
     expected = json.loads((tmp_path / "rows.json").read_text())["layouts"]
     table = sb.sweep(4, steps=2).to_pandas()
     assert table.to_dict("records") == [{key: row[key] for key in table.columns} for row in expected]

@@ -89,7 +89,7 @@ def readings():
             index = json.dumps({"__metadata__": {}, "exp_avg.w": {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]},
                                 "exp_avg_sq.w": {"dtype": "F32", "shape": [1], "data_offsets": [8, 12]}}).encode()
             path.write_bytes(struct.pack("<Q", len(index)) + index + struct.pack("<3f", 3.0, last, 1.0))
-            found = tensors.hashes(path, "exp_avg.")
+            found = tensors.hashes([path], "exp_avg.")
             assert list(found) == ["w"] and found["w"]["norm"] == 5.0, found
             assert (found["w"]["hash"] == tensors.short_hash(struct.pack("<2f", 3.0, 4.0))) == (last == 4.0)
     assert trainings.is_timed("step_ms") and trainings.is_timed("measured_makespan_ms")

@@ -39,10 +39,11 @@ def trained(output):
     found = {f"step {line['step']}{' validation' if 'validation_loss' in line else ''}":
              {key: value for key, value in line.items() if key != "step" and not is_timed(key)}
              for line in lines}
-    found["gradient"] = hashes(checkpoint / "optimizer.safetensors", "exp_avg.")
+    # One file, or one of every rank.
+    found["gradient"] = hashes(checkpoint.glob("optimizer*.safetensors"), "exp_avg.")
     # Weights, adapters, what selection learned.
-    found["saved"] = {path.name: one_hash(path) for path in sorted(checkpoint.rglob("*.safetensors"))
-                      if path.name != "optimizer.safetensors"}
+    found["saved"] = {what: one_hash(paths) for what in ("model", "adapter_model", "selection")
+                      if (paths := sorted(checkpoint.glob(f"{what}*.safetensors")))}
     if (output / "coverage.json").exists():
         found["coverage.json"] = json.loads((output / "coverage.json").read_text(encoding="utf-8"))
     found["plan.jsonl"] = [line for line in json_lines(output / "plan.jsonl") if "measured" not in line]

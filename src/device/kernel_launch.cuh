@@ -13,8 +13,8 @@ struct KernelLaunch {
   size_t shared;
   cudaStream_t stream;
 
-  template <typename Grid, typename Block, typename Bytes = int>
-  KernelLaunch(const Grid& blocks, const Block& threads, Bytes bytes = 0, cudaStream_t on = nullptr)
+  template <typename Grid, typename Block, typename Bytes>
+  KernelLaunch(const Grid& blocks, const Block& threads, Bytes bytes, cudaStream_t on)
       : grid(extent(blocks)), block(extent(threads)), shared(static_cast<size_t>(bytes)), stream(on) {}
 
  private:

@@ -97,11 +97,16 @@ void GradientReducer::finish(const Exec& exec) {
   // After the sums over the replicas: a library may add these in another order for every group of them, and copies of
   // an element that each got its own would drift apart.
   copy(exec, /*back=*/false);
-  for (const Together& one : together_)
-    requests_.push_back(one.ranks->all_reduce_async(one.sums.f32(), one.sums.elements(), CommType::f32, ReduceOp::sum));
-  for (const Shared& one : alone_)
-    requests_.push_back(one.ranks.all_reduce_async(parameters_.gradients().f32() + one.range.begin, one.range.size(),
-                                                   CommType::f32, ReduceOp::sum));
+  // One group after the other: NCCL does not run two communicators on a device at a time, where the ranks of one may
+  // wait for those of the other.
+  Communicator* in_flight = nullptr;
+  const auto add = [&](Communicator& ranks, float* data, int64_t count) {
+    if (in_flight != &ranks) wait();
+    in_flight = &ranks;
+    requests_.push_back(ranks.all_reduce_async(data, count, CommType::f32, ReduceOp::sum));
+  };
+  for (const Together& one : together_) add(*one.ranks, one.sums.f32(), one.sums.elements());
+  for (const Shared& one : alone_) add(one.ranks, parameters_.gradients().f32() + one.range.begin, one.range.size());
   wait();
   copy(exec, /*back=*/true);
   if (ends_ == nullptr) return;

@@ -68,7 +68,7 @@ ScheduleResult schedule_of(const Plan& plan, const CostModel& cost, int rank) {
     }
   }
   if (cost.layout().comm)
-    for (int s = 0; s < times.stages; ++s) times.tail.push_back(cost.reduction(s));
+    for (int s = 0; s < times.stages; ++s) times.tail.push_back(cost.tail(s));
   return rank_schedule(plan.ranks[static_cast<size_t>(rank)], times.stages, cost.layout().warmup_depth)
       ->analyze(times, {});
 }
@@ -88,7 +88,7 @@ std::string schedule_trace(const Plan& plan, const CostModel& cost) {
                         {"tid", s},
                         {"args", {{"name", fmt::format("stage {}", s)}}}});
     const ScheduleResult schedule = schedule_of(plan, cost, r);
-    std::vector<double> end(static_cast<size_t>(cost.stages()), 0.0);
+    std::vector<double> end(static_cast<size_t>(cost.stages()), 0.0), took = end;
     for (const ScheduledOperation& op : schedule.operations) {
       const auto& micro_batch = plan.ranks[static_cast<size_t>(r)].micro_batches[static_cast<size_t>(op.position)];
       nlohmann::ordered_json about = {{"tokens", micro_batch.tokens},
@@ -104,17 +104,19 @@ std::string schedule_trace(const Plan& plan, const CostModel& cost) {
                         {"ts", op.start},
                         {"dur", op.end - op.start},
                         {"args", std::move(about)}});
-      end[static_cast<size_t>(op.stage)] = std::max(end[static_cast<size_t>(op.stage)], op.end);
+      if (op.end <= end[static_cast<size_t>(op.stage)]) continue;
+      end[static_cast<size_t>(op.stage)] = op.end;
+      took[static_cast<size_t>(op.stage)] = op.end - op.start;
     }
     for (int s = 0; s < cost.stages(); ++s)
-      if (cost.reduction(s) > 0)
-        events.push_back({{"name", "reduction"},
+      if (const double after = cost.tail(s).after(took[static_cast<size_t>(s)]); after > 0)
+        events.push_back({{"name", "reduction and gather"},
                           {"cat", "communication"},
                           {"ph", "X"},
                           {"pid", r},
                           {"tid", s},
                           {"ts", end[static_cast<size_t>(s)]},
-                          {"dur", cost.reduction(s)}});
+                          {"dur", after}});
   }
   return Json{{"displayTimeUnit", "ms"}, {"traceEvents", events}}.dump() + "\n";
 }

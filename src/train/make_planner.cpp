@@ -7,7 +7,9 @@
 #include "attention/select/selection_words.h"
 #include "core/errors.h"
 #include "core/log.h"
+#include "parallel/grid.h"
 #include "plan/latency/adapter_profile.h"
+#include "plan/latency/links_file.h"
 #include "run/config/recompute_words.h"
 #include "train/packing.h"
 #include "train/stage_split.h"
@@ -101,7 +103,24 @@ Profile run_profile(const RunConfig& config, const ModelConfig& model) {
   if (config.attention.selection.pattern != SelectionPattern::dense)
     check_measured_blocks(profile, spec, {"attention.block", "attention.query_block", "attention.score_tokens"});
   if (!given) log::info("balance.profile is not set: predictions start from {}", profile.name);
+  if (const std::string links = config.balance.links.string(); !links.empty())
+    profile.links = links_for(read_links_file(links), config.device == DeviceKind::cuda, links);
   return with_adapters(std::move(profile), lora_rank);
+}
+
+void check_links(const RunConfig& config, Communicator& world) {
+  if (config.balance.links.empty() || config.parallel.rehearse.on()) return;
+  const std::vector<std::string> hosts = hosts_of_ranks(world);
+  if (world.rank() != 0) return;
+  const std::string links = config.balance.links.string();
+  if (const std::string elsewhere = measured_elsewhere(read_links_file(links), hosts); !elsewhere.empty())
+    log::warning("{}: {}; measure again with `sparsebalance profile --links {}`", links, elsewhere, links);
+}
+
+std::string links_text(const RunConfig& config, const ModelConfig& model) {
+  const bool alone = config.parallel.grid().ranks() == 1 && !config.parallel.rehearse.on();
+  if (alone || config.balance.profile.empty()) return {};
+  return describe(run_profile(config, model).links);
 }
 
 namespace {
@@ -115,6 +134,7 @@ int64_t fastest_chunk(RunConfig config, const ModelConfig& model, const Sequence
   layout.pp = config.parallel.pp;
   layout.cp = config.parallel.cp;
   layout.tp = config.parallel.tp;
+  layout.element_bytes = static_cast<int>(dtype_bytes(config.dtype()));
   const CostModel cost(latency, attention_spec(config), layout, split_layers(config, model));
   const auto coverage = power_coverage(0.22);  // nothing is learned yet
   PlanOptions options;
@@ -199,6 +219,7 @@ std::unique_ptr<BalancedPlanner> make_balanced_planner(const RunConfig& run, con
   options.layout.pp = config.parallel.pp;
   options.layout.cp = config.parallel.cp;
   options.layout.tp = config.parallel.tp;
+  options.layout.element_bytes = static_cast<int>(dtype_bytes(config.dtype()));
   options.first_layer = split_layers(config, model);
   options.adapt = config.balance.adapt;
   options.log = config.train.output_dir / "plan.jsonl";

@@ -29,6 +29,11 @@ RunConfig planned_config(RunConfig config);
 void settle_chunk(RunConfig& config, const ModelConfig& model, const SequenceSource& source, int64_t longest,
                   Communicator* world);
 
+// Warns where links were measured between other ranks than those that train. Collective; rank 0 warns.
+void check_links(const RunConfig& config, Communicator& world);
+// What is said of the links that predictions count with; empty: nothing is predicted, or there is one rank.
+std::string links_text(const RunConfig& config, const ModelConfig& model);
+
 // UserError when the profile is of another shape, of another recompute level or of other blocks.
 Profile run_profile(const RunConfig& config, const ModelConfig& model);
 std::unique_ptr<BalancedPlanner> make_balanced_planner(const RunConfig& run, const ModelConfig& model,

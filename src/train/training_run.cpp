@@ -252,10 +252,12 @@ std::string header(const RunConfig& config, const TrainerParts& parts, int64_t m
 
 // This rank's part of what is left on the GPU, less what every rank takes outside the plan: kernels, the product
 // library, NCCL's buffers. `device`: of one of several ranks.
+constexpr int64_t kNcclMemory = int64_t{1} << 29;
+
 int64_t device_memory(const RankDevice* device) {
-  constexpr int64_t kOutsideThePlan = int64_t{1} << 29, kNccl = int64_t{1} << 29;
+  constexpr int64_t kOutsideThePlan = int64_t{1} << 29;
   const int64_t part = cuda::device_info().free_bytes / (device ? device->sharing() : 1);
-  return std::max<int64_t>(part - kOutsideThePlan - (device && device->over_nccl() ? kNccl : 0), 1);
+  return std::max<int64_t>(part - kOutsideThePlan - (device && device->over_nccl() ? kNcclMemory : 0), 1);
 }
 
 // What the run computes on, and at which rate (FLOP/s) its leader's threads multiply.
@@ -516,9 +518,14 @@ TrainSummary run_training(const RunConfig& given, std::FILE* out, bool terminal,
   const AvailableMemory memory = available_memory(config, ranks, device.get());
   if (device) ranks.world->barrier();  // before anybody takes any
   parts.offload = Trainer::offload(config, parts, memory.training);
-  parts.kept_codes = Trainer::kept_codes(config, parts, memory.training);
+  // They only save time, and what NCCL takes grows with the communicators: as much again stays free.
+  const int64_t for_codes = memory.training - (device && device->over_nccl() ? kNcclMemory : 0);
+  parts.kept_codes = Trainer::kept_codes(config, parts, std::max<int64_t>(for_codes, memory.training > 0 ? 1 : 0));
   parts.checkpoint_copies = copies_that_fit(config, parts, memory.host);
+  if (ranks.world) check_links(config, *ranks.world);
+  const std::string links = leads ? links_text(config, model) : std::string();
   if (leads) console.text(header(config, parts, memory.training));
+  if (!links.empty()) console.text("links: " + links);
   check_memory(config, parts, memory);
 
   const std::unique_ptr<RunDirectory> directory = open_run_directory(config, ranks.world);
@@ -533,8 +540,8 @@ TrainSummary run_training(const RunConfig& given, std::FILE* out, bool terminal,
   const double rate = measure_products(trainer.exec(), model, config.dtype(),
                                        most_rank_tokens(config, Trainer::packing(config, parts)));
   if (leads) {
-    replace_file(directory->path() / "machine.txt",
-                 machine_line(config, rate, thread_count(config, parts.cores)) + "\n" + table);
+    replace_file(directory->path() / "machine.txt", machine_line(config, rate, thread_count(config, parts.cores)) +
+                                                        (links.empty() ? "\n" : "; links: " + links + "\n") + table);
     warn_of_narrow_kernels(config);
   }
   const RunEstimate estimate = estimate_run(config, model, *sources.train, trainer.state(), rate);

@@ -89,7 +89,8 @@ TEST_F(MeasureCommand, SimulateShowsDenseAttentionAndTheInterconnect) {
                                              "7",        "--policies", "in_order",   "--json",    json};
   const ProgramResult with = run_program(simulate);
   ASSERT_EQ(with.exit_code, 0) << with.err;
-  EXPECT_NE(with.out.find("interconnect (assumed): "), std::string::npos) << with.out;
+  EXPECT_NE(with.out.find("links: assumed from public measurements; inside a node of 8: "), std::string::npos)
+      << with.out;
   EXPECT_NE(with.out.find("\ndense attention, in_order "), std::string::npos) << with.out;
   nlohmann::json object = json_of(json);
   const double dense = object["dense"]["makespan_ms"], sparse = object["rows"][0]["makespan_ms"];

@@ -105,10 +105,15 @@ TEST_F(SimulateCommand, SimulateSweepsLayoutsAndSaysWhatBalancingGives) {
   int dp = 0, pp = 0, tp = 0, cp = 0;
   ASSERT_EQ(std::sscanf(sweep.out.c_str() + at, "pass --dp %d --pp %d --tp %d --cp %d", &dp, &pp, &tp, &cp), 4);
   EXPECT_EQ(dp * pp * tp * cp, 64);
+  const size_t size_at = sweep.out.find("--micro-batch-sequences ", at);
+  ASSERT_NE(size_at, std::string::npos) << sweep.out;
+  const std::string size = std::to_string(std::atoi(sweep.out.c_str() + size_at + 24));
+  EXPECT_NE(sweep.out.find("best against best"), std::string::npos) << sweep.out;
   const std::string rows = (directory_ / "rows.json").string();
-  const ProgramResult one = run_program({"simulate", "--model", "qwen2.5-0.5b", "--dp", std::to_string(dp), "--pp",
-                                         std::to_string(pp), "--tp", std::to_string(tp), "--cp", std::to_string(cp),
-                                         "--steps", "2", "--policies", "sab+order+chunk+optimal", "--json", rows});
+  const ProgramResult one =
+      run_program({"simulate", "--model", "qwen2.5-0.5b", "--dp", std::to_string(dp), "--pp", std::to_string(pp),
+                   "--tp", std::to_string(tp), "--cp", std::to_string(cp), "--micro-batch-sequences", size, "--steps",
+                   "2", "--policies", "sab+order+chunk+optimal", "--json", rows});
   ASSERT_EQ(one.exit_code, 0) << one.err;
   const auto read = [](const std::string& path) {
     std::ifstream file(path);
@@ -120,6 +125,7 @@ TEST_F(SimulateCommand, SimulateSweepsLayoutsAndSaysWhatBalancingGives) {
   for (const nlohmann::json& layout : layouts["layouts"]) {
     EXPECT_LE(layout["dp"], 16);
     if (layout["dp"] != dp || layout["pp"] != pp || layout["tp"] != tp) continue;
+    if (layout["policy"] != "sab+order+chunk+optimal" || layout["micro_batch_sequences"] != std::stoi(size)) continue;
     found = true;
     EXPECT_EQ(layout["makespan_ms"], policy["makespan_ms"]);
     EXPECT_EQ(layout["speedup"], policy["speedup"]);
@@ -150,7 +156,6 @@ TEST_F(SimulateCommand, SimulateRefusesOptionsThatWouldHaveNoEffect) {
       {{"--max-tp", "2"}, "--max-tp: only applies to --sweep; add --sweep"},
       {{"--tp", "4"}, "--tp 4: qwen2.5-3b has 2 key/value heads"},
       {{"--sweep", "--gpus", "64", "--dp", "8"}, "--gpus and --dp both set the number of workers"},
-      {{"--sweep", "--policies", "sab,wlb"}, "--sweep tries one policy on every layout, but 2 are given"},
       {{"--ring", "--cp", "2", "--policies", "sab"}, "--policies: has no effect with --ring"},
       {{"--sweep", "--svg", "a.svg"}, "--svg: has no effect with --sweep"},
       {{"--ring", "--cp", "8", "--trace", "a.json"}, "--trace: has no effect with --ring"},

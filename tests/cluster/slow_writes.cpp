@@ -1,5 +1,5 @@
-// Loaded before a program (LD_PRELOAD), lets no process write more than SB_WRITE_RATE bytes a second to files: a host whose
-// disk or file system is that slow.
+// Loaded before a program (LD_PRELOAD), lets no process write more than SB_WRITE_RATE bytes a second to files: a host
+// whose disk or file system is that slow.
 #include <dlfcn.h>
 #include <sys/stat.h>
 #include <unistd.h>

@@ -331,6 +331,27 @@ TEST_P(DeviceFailures, WhoDoesNotConnectIsWaitedForInVain) {
   EXPECT_THAT(message, HasSubstr("rank 0 waited 0.15 s for send #1 of group world (to rank 1, tag 7"));
 }
 
+// A line to itself is sent and received at the same time.
+TEST_P(DeviceFailures, ARankConnectsToItselfToo) {
+  run_thread_ranks(2, [&](Communicator& host) {
+    const auto world = make(GetParam(), host);
+    connect_group(*world, DeviceKind::cpu, {false, {{host.rank(), 4}}, {{host.rank(), 4}}});
+    world->barrier();
+  });
+}
+
+// No connection is made in the middle of a step, unless the user wants it.
+TEST(Nccl, CommunicatorsConnectWhenTheyAreMade) {
+  EXPECT_DEATH(
+      {
+        const auto self = make_self_communicator();
+        EXPECT_THROW(make_nccl_communicator(*self, kHostMemory, "libnccl-that-is-not-there.so"), UserError);
+        std::fprintf(stderr, "it is %s", std::getenv("NCCL_RUNTIME_CONNECT"));
+        std::abort();
+      },
+      "it is 0");
+}
+
 TEST(Nccl, AMissingLibraryIsTheUsersToInstall) {
   const auto self = make_self_communicator();
   try {

@@ -6,14 +6,42 @@
 #include <utility>
 
 #include "comm/communicator.h"
+#include "core/errors.h"
 #include "device/cuda.h"
 
 namespace sb {
 
+// Device memory for twins, taken once. cudaFree waits for all kernels of the device, and a kernel of NCCL waits for the
+// other rank: two ranks that give memory back between messages may wait for each other for ever.
+class TwinMemory {
+ public:
+  explicit TwinMemory(void* stream) : memory_(cuda::allocate("twins", kBytes)), stream_(stream) {}
+
+  // Valid for as long as somebody holds it.
+  std::shared_ptr<void> take(int64_t bytes) {
+    if (held_ == 0) used_ = 0;
+    const int64_t begin = used_;
+    used_ += (bytes + kAlignment - 1) / kAlignment * kAlignment;
+    SB_CHECK(used_ <= kBytes, "twins of more than {} bytes", kBytes);
+    ++held_;
+    return {static_cast<char*>(memory_.get()) + begin, [this](void*) { --held_; }};
+  }
+  void* stream() const { return stream_; }
+
+ private:
+  static constexpr int64_t kBytes = 32 << 20, kAlignment = 256;
+  std::shared_ptr<void> memory_;
+  void* stream_;
+  int64_t used_ = 0, held_ = 0;
+};
+
 // Gives the cases, which know host memory, a communicator of device memory: every buffer has a twin there.
 class Twins final : public Communicator {
  public:
-  Twins(std::unique_ptr<Communicator> device, void* stream) : device_(std::move(device)), stream_(stream) {}
+  Twins(std::unique_ptr<Communicator> device, void* stream)
+      : Twins(std::move(device), std::make_shared<TwinMemory>(stream)) {}
+  Twins(std::unique_ptr<Communicator> device, std::shared_ptr<TwinMemory> memory)
+      : device_(std::move(device)), memory_(std::move(memory)) {}
 
   int rank() const override { return device_->rank(); }
   int size() const override { return device_->size(); }
@@ -21,7 +49,7 @@ class Twins final : public Communicator {
   std::chrono::milliseconds timeout() const override { return device_->timeout(); }
   std::unique_ptr<Communicator> split(int color, int key, const std::string& name) override {
     auto part = device_->split(color, key, name);
-    return part ? std::make_unique<Twins>(std::move(part), stream_) : nullptr;
+    return part ? std::make_unique<Twins>(std::move(part), memory_) : nullptr;
   }
   CommRequest all_reduce_async(void* data, int64_t count, CommType type, ReduceOp op) override {
     return run(data, count * bytes_of(type),
@@ -81,14 +109,14 @@ class Twins final : public Communicator {
   };
 
   CommRequest run(void* data, int64_t bytes, const std::function<CommRequest(void*)>& begin) {
-    std::shared_ptr<void> twin = bytes > 0 ? cuda::allocate("test", bytes) : nullptr;
-    if (bytes > 0) cuda::copy(stream_, data, twin.get(), bytes);
+    std::shared_ptr<void> twin = bytes > 0 ? memory_->take(bytes) : nullptr;
+    if (bytes > 0) cuda::copy(memory_->stream(), data, twin.get(), bytes);
     CommRequest request = begin(twin.get());
-    return CommRequest(std::make_unique<Request>(std::move(request), data, twin, bytes, stream_));
+    return CommRequest(std::make_unique<Request>(std::move(request), data, twin, bytes, memory_->stream()));
   }
 
   std::unique_ptr<Communicator> device_;
-  void* stream_;
+  std::shared_ptr<TwinMemory> memory_;
 };
 
 }  // namespace sb

@@ -122,7 +122,6 @@ LoraConfig dropping_adapters(bool train_ends) {
 
 // The same elements are dropped on both devices.
 TEST_P(CudaStageTest, AdaptersLearnWhatTheyLearnOnTheCpu) {
-  // (A software device: those that train more.)
   for (const bool train_ends : sized<std::vector<bool>>({false, true}, {true})) {
     ModelConfig config = small_config(ModelConfig::Family::qwen3);
     config.tie_word_embeddings = false;
@@ -212,7 +211,7 @@ TEST_P(CudaStageTest, RecomputeLevelsGiveTheSameBitsWithSparseAttention) {
     config.head_dim = head_dim;
     CudaAttentionOptions sparse = deterministic_topk(config.layers);
     const auto sequences =
-        random_sequences({sized<int64_t>(900, 400), 1, sized<int64_t>(300, 140)}, config.vocab_size, 7);
+        random_sequences({sized<int64_t>(900, 300), 1, sized<int64_t>(300, 90)}, config.vocab_size, 7);
     const MicroBatch batch = pack(sequences, count_targets(sequences));
     Tensors expected;
     for (const Recompute level : {Recompute::none, Recompute::attention, Recompute::layer}) {
@@ -236,7 +235,8 @@ TEST_P(CudaStageTest, PiecesGiveTheGradientsOfTheWhole) {
       SCOPED_TRACE(fmt::format("heads of {}, level {}", head_dim, static_cast<int>(level)));
       ModelConfig config = small_config(family);
       config.head_dim = head_dim;
-      const int64_t tokens = sized<int64_t>(1500, 640), piece = 256, count = (tokens + piece - 1) / piece;
+      const int64_t tokens = sized<int64_t>(1500, 330), piece = sized<int64_t>(256, 128),
+                    count = (tokens + piece - 1) / piece;
       const auto sequences = random_sequences({tokens}, config.vocab_size, 7);
       const MicroBatch batch = pack(sequences, count_targets(sequences));
       Rig whole(config, whole_model(config, tokens, Recompute::attention), DeviceKind::cuda, GetParam(),
@@ -299,15 +299,15 @@ TEST_P(CudaStageTest, WritingTheFirstGradientsGivesTheBitsOfAddingToZeros) {
 TEST_P(CudaStageTest, LayerInputsInHostMemoryGiveTheSameBits) {
   ModelConfig config = small_config(ModelConfig::Family::qwen2);
   config.layers = 6;
-  config.hidden_size = 512;
+  config.hidden_size = sized(512, 128);
   config.intermediate_size = 64;
   config.head_dim = 64;
   CudaAttentionOptions dense;
   dense.attention.selection.pattern = SelectionPattern::dense;
   dense.attention.layers = config.layers;
   dense.deterministic = true;
-  const auto long_ones = random_sequences(std::vector<int64_t>(160, 100), config.vocab_size, 1),
-             short_ones = random_sequences({700, 1, 90}, config.vocab_size, 2);
+  const auto long_ones = random_sequences(std::vector<int64_t>(sized<size_t>(160, 4), 100), config.vocab_size, 1),
+             short_ones = random_sequences({sized<int64_t>(700, 300), 1, 90}, config.vocab_size, 2);
   const MicroBatch batches[] = {pack(long_ones, count_targets(long_ones)), pack(short_ones, count_targets(short_ones)),
                                 pack(long_ones, count_targets(long_ones))};
   for (const Recompute level : {Recompute::attention, Recompute::layer}) {
@@ -441,9 +441,9 @@ TEST(CudaFp8Stage, KeptCodesGiveTheBitsOfCodesMadeForEveryProduct) {
 TEST_P(CudaStageTest, SparseAttentionStaysWithinThePlan) {
   ModelConfig config = small_config(ModelConfig::Family::qwen2);
   config.head_dim = 64;
-  const int64_t tokens = sized(2000, 800);
+  const int64_t tokens = sized(2000, 500);
   const auto one = random_sequences({tokens}, config.vocab_size, 1),
-             several = random_sequences(sized<std::vector<int64_t>>({700, 64, 900, 336}, {300, 64, 300, 136}),
+             several = random_sequences(sized<std::vector<int64_t>>({700, 64, 900, 336}, {200, 64, 180, 56}),
                                         config.vocab_size, 2);
   StageOptions options = whole_model(config, tokens, Recompute::layer);
   options.slots = 2;
@@ -467,7 +467,7 @@ TEST_P(CudaStageTest, TwoHundredStepsOfChangingLengthsTakeNoMemory) {
   config.layers = 4;
   config.hidden_size = 128;
   config.head_dim = 64;
-  const int64_t tokens = sized(4096, 700);
+  const int64_t tokens = sized(4096, 400);
   CudaAttentionOptions sparse;
   sparse.attention.selection.budget = sized(640, 256);
   sparse.attention.selection.block = 128;

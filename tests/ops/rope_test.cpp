@@ -324,9 +324,10 @@ TEST_P(QkvRopeTest, BackwardUndoesTheRotation) {
 TEST_P(QkvRopeTest, RefusesWrongShapes) {
   const QkvShape shape = {2, 1, 4};
   const TensorView qkv = filled({3, 16}, 0), positions = tensor(std::vector<int32_t>{0, 1, 2}, {3}),
-                   table = filled_f32({8, 2}, 0), q = filled({3, 2, 4}, 0), k = filled({3, 1, 4}, 0);
+                   table = filled_f32({8, 2}, 0), q = filled({3, 2, 4}, 0), k = filled({3, 1, 4}, 0),
+                   v = filled({3, 1, 4}, 0);
   const auto forward = [&](TensorView qkv_in, TensorView cos, TensorView qn, TensorView kn, TensorView rq) {
-    qkv_rope_forward(exec(), shape, qkv_in, positions, cos, table, qn, kn, 0.0f, q, k, k, rq, rq);
+    qkv_rope_forward(exec(), shape, qkv_in, positions, cos, table, qn, kn, 0.0f, q, k, v, rq, rq);
   };
   EXPECT_NO_THROW(forward(qkv, table, {}, {}, {}));
   EXPECT_THROW(forward(filled({3, 12}, 0), table, {}, {}, {}), InternalError);

@@ -29,7 +29,9 @@ class AddsFrom final : public Communicator {
   };
 
  public:
-  AddsFrom(Communicator& ranks, int first) : ranks_(ranks), first_(first) {}
+  // `busy`: whose all_reduce of all that share this is not waited for yet.
+  AddsFrom(Communicator& ranks, int first, const AddsFrom** busy = nullptr)
+      : ranks_(ranks), first_(first), busy_(busy) {}
 
   int rank() const override { return ranks_.rank(); }
   int size() const override { return ranks_.size(); }
@@ -41,7 +43,10 @@ class AddsFrom final : public Communicator {
   CommRequest all_reduce_async(void* data, int64_t count, CommType type, ReduceOp op) override {
     ranks_.all_reduce_async(data, count, type, op).wait();
     summed_.push_back(count);
-    return {};
+    if (busy_ == nullptr) return {};
+    EXPECT_TRUE(*busy_ == nullptr || *busy_ == this) << "two groups add at the same time";
+    *busy_ = this;
+    return CommRequest(std::make_unique<Late>([this] { *busy_ = nullptr; }));
   }
   CommRequest reduce_scatter_async(void* data, int64_t count, CommType type, ReduceOp op) override {
     SB_CHECK(type == CommType::f32 && op == ReduceOp::sum, "another reduction");
@@ -84,6 +89,7 @@ class AddsFrom final : public Communicator {
 
   Communicator& ranks_;
   const int first_;
+  const AddsFrom** busy_;
   std::vector<int64_t> summed_;
 };
 
@@ -169,6 +175,32 @@ TEST(GradientReducer, GivesWhatRanksHaveAlikeTheSameBits) {
       EXPECT_EQ(world.all_reduce(compared), kTensor * 2 * (37 + 20 + kLong));
     });
   }
+}
+
+// A device runs the operations of one group at a time: those of two may wait for each other.
+TEST(GradientReducer, AddsOverOneGroupAfterTheOther) {
+  run_thread_ranks(2, [](Communicator& world) {
+    const auto alone = world.split(world.rank(), 0, "dp"), again = world.split(0, world.rank(), "kv");
+    const AddsFrom* busy = nullptr;
+    AddsFrom replicas(*alone, 0), tensor(world, 0, &busy), keys(*again, 0, &busy);
+    const ParameterSet parameters = two_layers(1);
+    std::fill_n(parameters.gradients().f32(), parameters.flat_elements(), 1.0f);
+    const ShardLayout layout(parameters, 1, 1000);
+    std::vector<GradientReducer::Shared> shared;
+    for (int i = 0; i < parameters.count(); ++i) {
+      const Parameter& one = parameters.parameter(i);
+      if (one.shape.rank() == 1)
+        shared.push_back({{one.offset, one.offset + one.elements()}, shared.size() % 2 == 0 ? tensor : keys});
+    }
+    GradientReducer reducer(parameters, layout, replicas, nullptr, -1, shared);
+    reducer.start();
+    reducer.group_final(1);
+    reducer.group_final(0);
+    ThreadPool pool(1);
+    reducer.finish({.device = DeviceKind::cpu, .pool = &pool});
+    for (const GradientReducer::Shared& one : shared) EXPECT_EQ(parameters.gradients().f32()[one.range.begin], 2.0f);
+    EXPECT_FALSE(tensor.summed().empty() || keys.summed().empty());
+  });
 }
 
 }  // namespace

@@ -125,56 +125,79 @@ TEST(CostModel, AGivenSplitMustBeOne) {
     EXPECT_THROW(CostModel(latency, {}, three, wrong), Error);
 }
 
-// Gradients are summed as fp32 and parameters gathered as bf16, of every rank the share that is not its own.
+// Microseconds to sum (or gather) so many bytes among ranks of a node at 300 GB/s.
+double inside(double bytes, int ranks) {
+  return 20 + bytes * (ranks - 1) / ranks / 300e3;
+}
+
+// Gradients are summed as fp32 and parameters gathered as bf16, of every rank the share that is not its own; every
+// layer and every matrix of the vocabulary by itself.
 TEST(CostModel, ReductionsByHand) {
-  const auto reduced = [](double parameters, int group, double gigabytes) {
-    const double share = (group - 1.0) / group;
-    return 2 * 20.0 + parameters * (4 + 2) * share / (gigabytes * 1e9) * 1e6;
-  };
   ModelShape tied = find_model_shape("qwen2.5-3b"), untied = tied;
   tied.layers = untied.layers = 4;
   untied.tied = false;
   const auto layer = static_cast<double>(tied.layer_parameters()), embedding = 2048.0 * 151936;
-  const struct {
-    bool tied;
-    Layout layout;
-    int stage;
-    double parameters;
-    int group;
-    double rate;  // GB/s: 150 inside a node of eight, 40 between nodes
-  } cases[] = {
-      {true, {.dp = 2}, 0, 4 * layer + embedding, 2, 150},
-      {false, {.dp = 2}, 0, 4 * layer + 2 * embedding, 2, 150},
-      {true, {.dp = 2, .head = false}, 0, 4 * layer, 2, 150},
-      {true, {.dp = 4, .pp = 2, .head = false}, 1, 2 * layer, 4, 150},
-      {true, {.dp = 8, .pp = 2, .head = false}, 1, 2 * layer, 8, 40},
-      {true, {.dp = 16, .head = false}, 0, 4 * layer, 16, 40},
-      {true, {.cp = 4, .head = false}, 0, 4 * layer, 4, 150},
-      {true, {.dp = 2, .cp = 3, .head = false}, 0, 4 * layer, 6, 150},
+  const LatencyModel latency(analytic_profile("h200-analytic", tied)),
+      of_untied(analytic_profile("h200-analytic", untied));
+  const auto expect = [](const StageTail& tail, double least, double all, double hidden, const char* what) {
+    EXPECT_NEAR(tail.least, least, 1e-6 * all) << what;
+    EXPECT_NEAR(tail.all, all, 1e-6 * all) << what;
+    EXPECT_NEAR(tail.hidden, hidden, 1e-12) << what;
   };
-  for (const auto& [is_tied, layout, stage, parameters, group, rate] : cases) {
-    const LatencyModel latency(analytic_profile("h200-analytic", is_tied ? tied : untied));
-    const double expected = reduced(parameters, group, rate);
-    EXPECT_NEAR(CostModel(latency, {}, layout).reduction(stage), expected, 1e-6 * expected)
-        << "dp " << layout.dp << " pp " << layout.pp << " cp " << layout.cp;
-  }
-  // First and last stage have a matrix of the vocabulary each, tied or not; those between have none.
-  const LatencyModel latency(analytic_profile("h200-analytic", tied));
+  // The first of four layers is ready after a quarter of the backward, the embedding with the last.
+  double gathers = 4 * inside(2 * layer, 2) + inside(2 * embedding, 2);
+  const double sums = 4 * inside(4 * layer, 2) + inside(4 * embedding, 2);
+  expect(CostModel(latency, {}, {.dp = 2}).tail(0), gathers + inside(4 * layer, 2) + inside(4 * embedding, 2),
+         gathers + sums, 0.75, "tied");
+  expect(CostModel(latency, {}, {.dp = 2, .head = false}).tail(0), 4 * inside(2 * layer, 2) + inside(4 * layer, 2),
+         4 * inside(2 * layer, 2) + 4 * inside(4 * layer, 2), 0.75, "no head");
+  // A head of its own comes first.
+  gathers += inside(2 * embedding, 2);
+  expect(CostModel(of_untied, {}, {.dp = 2}).tail(0), gathers + inside(4 * layer, 2) + inside(4 * embedding, 2),
+         gathers + sums + inside(4 * embedding, 2), 1, "untied");
+  // Context-parallel ranks hold the same weights.
+  expect(CostModel(of_untied, {}, {.dp = 2, .cp = 3, .head = false}).tail(0),
+         4 * inside(2 * layer, 6) + inside(4 * layer, 6), 4 * inside(2 * layer, 6) + 4 * inside(4 * layer, 6), 0.75,
+         "dp and cp");
+  // Both ends of a pipeline have the tied matrix, and add their pieces of its gradients up.
   const CostModel four(latency, {}, {.dp = 2, .pp = 4}, {0, 1, 2, 3, 4});
-  for (const int stage : {0, 3})
-    EXPECT_NEAR(four.reduction(stage), reduced(layer + embedding, 2, 150), 1e-6 * four.reduction(stage));
+  const double ends = 2 * inside(4 * embedding / 2, 2), one = inside(2 * layer, 2), matrix = inside(2 * embedding, 2);
+  expect(four.tail(0), ends + one + matrix + inside(4 * layer, 2) + inside(4 * embedding, 2),
+         ends + one + matrix + inside(4 * layer, 2) + inside(4 * embedding, 2), 0, "first");
+  expect(four.tail(3), ends + one + matrix + inside(4 * layer, 2),
+         ends + one + matrix + inside(4 * layer, 2) + inside(4 * embedding, 2), 1, "last");
   for (const int stage : {1, 2})
-    EXPECT_NEAR(four.reduction(stage), reduced(layer, 2, 150), 1e-6 * four.reduction(stage));
+    expect(four.tail(stage), one + inside(4 * layer, 2), one + inside(4 * layer, 2), 0, "between");
   // Nobody to share with, or nothing counted.
-  EXPECT_EQ(CostModel(latency, {}, {.pp = 4}).reduction(0), 0);
-  EXPECT_EQ(CostModel(latency, {}, {.dp = 8, .comm = false}).reduction(0), 0);
+  EXPECT_EQ(CostModel(of_untied, {}, {.pp = 4}).tail(0).all, 0);
+  EXPECT_EQ(CostModel(latency, {}, {.pp = 4}).tail(1).all, 0);
+  EXPECT_NEAR(CostModel(latency, {}, {.pp = 4}).tail(0).all, 2 * inside(4 * embedding, 2), 1e-3);
+  EXPECT_EQ(CostModel(latency, {}, {.dp = 8, .comm = false}).tail(0).all, 0);
+}
+
+// Layers too small for a bucket of four million parameters share one.
+TEST(CostModel, SmallLayersAreReducedTogether) {
+  ModelShape shape = find_model_shape("qwen2.5-3b");
+  shape.layers = 5;
+  shape.hidden = 512;
+  shape.intermediate = 512;  // 3.1 million parameters a layer
+  shape.tied = false;
+  const LatencyModel latency(analytic_profile("h200-analytic", shape));
+  const auto layer = static_cast<double>(shape.layer_parameters());
+  ASSERT_LT(layer, 4 << 20);
+  ASSERT_GT(2 * layer, 4 << 20);
+  const StageTail tail = CostModel(latency, {}, {.dp = 2, .head = false}).tail(0);
+  const double gathers = 2 * inside(4 * layer, 2) + inside(2 * layer, 2);
+  EXPECT_NEAR(tail.least, gathers + inside(4 * layer, 2), 1e-6);
+  EXPECT_NEAR(tail.all, gathers + 2 * inside(8 * layer, 2) + inside(4 * layer, 2), 1e-6);
+  EXPECT_NEAR(tail.hidden, 0.6, 1e-12);
 }
 
 TEST(CostModel, TransfersCrossNodesWhereStagesDo) {
   Profile profile = profile_of();
-  profile.gpus_per_node = 4;
-  profile.transfer_inside = {1, 0};
-  profile.transfer_between = {100, 0};
+  profile.links.node_ranks = 4;
+  profile.links.transfer_inside = {1, 0};
+  profile.links.transfer_between = {100, 0};
   const LatencyModel latency(profile);
   const struct {
     Layout layout;
@@ -195,7 +218,7 @@ TEST(CostModel, TransfersCrossNodesWhereStagesDo) {
 
 TEST(CostModel, AGradientLeavesBeforeThoseOfTheWeights) {
   Profile profile = profile_of();
-  profile.transfer_inside = {5, 0};
+  profile.links.transfer_inside = {5, 0};
   const LatencyModel latency(profile);
   const CostModel cost(latency, {}, {.pp = 4});
   const StageTime linear = cost.linear(1000);
@@ -229,7 +252,7 @@ TEST(CostModel, ARingTakesWhatIsLonger) {
   work.pairs = 4e8;
   work.scores = 8e8;
   const auto times = [&](double us_per_byte) {
-    profile.transfer_inside = {5, us_per_byte};
+    profile.links.transfer_inside = {5, us_per_byte};
     const LatencyModel latency(profile);
     return CostModel(latency, {}, layout).attention(work);
   };

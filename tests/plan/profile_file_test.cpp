@@ -24,6 +24,9 @@ Profile small_profile() {
   profile.attention = {128, 16, "mass", "planes", 32, 0};
   profile.lora_rank = 8;
   profile.prefix_measured = true;
+  // Of a processor, which knows links.
+  profile.peak_tflops = 0;
+  profile.memory_bytes = 0;
   return profile;
 }
 
@@ -93,7 +96,7 @@ TEST(ProfileFile, NumbersThatNoMachineHasAreRefused) {
       {"/model/kv_heads", "3", "14 heads cannot share 3 key/value heads evenly"},
       {"/model/head_dim", "4611686018427387904", "no size of the model may exceed"},
       {"/model/layers", "4294967320", "no size of the model may exceed"},
-      {"/links/reduce_inside/latency_us", "-1", ".links.reduce_inside.latency_us: must be a number from 0"},
+      {"/links/reduce/latency_us", "-1", ".links.reduce.latency_us: must be a number from 0"},
       {"/operations/selection/x", "[0]", ".selection: x and us need the same number"},
       {"/operations/selection/x", "[0, 1, 2]", ".selection: x and us need the same number"},
       {"/operations/selection/x", "[1, 2]", ".selection: x must start at 0"},
@@ -138,7 +141,7 @@ TEST(ProfileFile, LimitsThemselvesAreTaken) {
                                     {"/held_out_error/count", "0"},
                                     {"/model/layers", "1"},
                                     {"/model/vocabulary", "1048576"},
-                                    {"/links/transfer_between/us_per_byte", "0"},
+                                    {"/links/transfer/us_per_byte", "0"},
                                     {"/operations/selection/x", "[0, 0.001]"},
                                     {"/operations/selection/us", "[5, 5]"},
                                     {"/operations/linear_forward/us", "[0, 1e15]"}}) {
@@ -167,6 +170,10 @@ TEST(ProfileFile, APrefixIsMeasuredForAllOperationsOrForNone) {
   json["operations"]["linear_forward"].erase("us_per_prefix");
   EXPECT_NE(complaint(json).find("linear_forward: `us_per_prefix` is missing"), std::string::npos);
   json["operations"]["attention_backward"].erase("us_per_prefix");
+  // The bytes move at the rate of this GPU's memory.
+  const Profile gpu = analytic_profile("h200-analytic", small_profile().shape);
+  json["peak_tflops"] = gpu.peak_tflops;
+  json["memory_bytes"] = gpu.memory_bytes;
   json["operations"]["selection"]["us_per_prefix"] = 7.0;
   const Profile profile = parse_profile(json.dump(), "p.json");
   EXPECT_FALSE(profile.prefix_measured);

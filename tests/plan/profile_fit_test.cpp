@@ -117,7 +117,7 @@ TEST(ProfileMeasure, PredictsAMachineItHasNotSeen) {
   EXPECT_EQ(profile.held_out.count, options.held_out);
   EXPECT_LE(profile.held_out.median, 0.03);
   EXPECT_LE(profile.held_out.p95, 0.08);
-  EXPECT_NEAR(profile.reduce_inside.us_per_byte, 2e-4, 1e-6);
+  EXPECT_NEAR(profile.links.reduce_inside.us_per_byte, 2e-4, 1e-6);
   ASSERT_TRUE(profile.attention.has_value());
   EXPECT_EQ(profile.attention->block, spec.block);
   EXPECT_EQ(profile.attention->query_block, spec.query_block);

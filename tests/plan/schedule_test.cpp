@@ -82,12 +82,17 @@ class LongestPath {
     double latest = 0;
     for (int s = 0; s < times_.stages; ++s) {
       const auto [backward, i] = programs_[static_cast<size_t>(s)].back();
-      latest = std::max(latest, end(s, backward, i) + (times_.tail.empty() ? 0 : times_.tail[static_cast<size_t>(s)]));
+      latest = std::max(latest, end(s, backward, i) + after(s, i));
     }
     return latest;
   }
 
  private:
+  double after(int s, int i) const {
+    if (times_.tail.empty()) return 0;
+    const StageTail& tail = times_.tail[static_cast<size_t>(s)];
+    return std::max(tail.least, tail.all - tail.hidden * times_.backward[times_.at(i, s)]);
+  }
   double end(int s, bool backward, int i) {
     const auto key = std::make_tuple(s, backward, i);
     if (const auto found = memo_.find(key); found != memo_.end()) return found->second;

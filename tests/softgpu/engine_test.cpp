@@ -14,6 +14,7 @@
 #include "device/kernel.cuh"
 #include "softgpu/interface/device.h"
 #include "softgpu/interface/options.h"
+#include "softgpu/interface/sanitizers.h"
 
 namespace softgpu {
 namespace {
@@ -51,10 +52,20 @@ std::vector<int> counted(int count) {
 template <typename... More>
 std::vector<int> run(void (*kernel)(int*, More...), int threads, std::vector<int> values, More... more) {
   const Numbers numbers(values);
-  launch_kernel(kernel, {1, threads}, numbers.get(), more...);
+  launch_kernel(kernel, {1, threads, 0, nullptr}, numbers.get(), more...);
   EXPECT_EQ(cudaGetLastError(), cudaSuccess);
   EXPECT_EQ(cudaDeviceSynchronize(), cudaSuccess);
   return numbers.host();
+}
+
+// What only the result shows in the plain order, and the thread sanitizer in every one.
+template <typename Race>
+void expect_race(const char* kernel, Race race) {
+  if constexpr (kThreadSanitizer) {
+    EXPECT_DEATH(race(), std::string("data race(.|\n)*") + kernel);
+  } else {
+    race();
+  }
 }
 
 // --- barriers --------------------------------------------------------------------------------------------------------
@@ -70,7 +81,7 @@ TEST(SoftgpuEngine, AMissingBarrierChangesTheResult) {
   std::vector<int> want(96);
   for (int i = 0; i < 96; ++i) want[static_cast<size_t>(i)] = (i + 1) % 96 + 1 + (i + 95) % 96 + 1;
   EXPECT_EQ(run(rotate_kernel, 96, counted(96), true), want);
-  EXPECT_NE(run(rotate_kernel, 96, counted(96), false), want);
+  expect_race("rotate_kernel", [&] { EXPECT_NE(run(rotate_kernel, 96, counted(96), false), want); });
 }
 
 __global__ void halves_kernel(int* values, int threads) {
@@ -85,6 +96,19 @@ TEST(SoftgpuEngine, NamedBarriersCount) {
   EXPECT_EQ(run(halves_kernel, 64, std::vector<int>(64, 1), 64), std::vector<int>(64, 2));
   EXPECT_DEATH(run(halves_kernel, 64, std::vector<int>(64, 1), 32), "barrier 3 .*64.*32|barrier 3 .*32.*64|deadlock");
   EXPECT_DEATH(run(halves_kernel, 64, std::vector<int>(64, 1), 40), "barrier 3 of 40 threads: not whole warps");
+}
+
+__global__ void mixed_barriers_kernel(int*, bool first_named) {
+  if ((threadIdx.x < 32) == first_named)
+    named_sync(0, 64);
+  else
+    __syncthreads();
+}
+
+TEST(SoftgpuEngine, BarrierZeroIsThatOfTheBlock) {
+  for (const bool first_named : {true, false})
+    EXPECT_DEATH(run(mixed_barriers_kernel, 64, counted(1), first_named),
+                 "barrier 0 is waited at by 64 threads and by");
 }
 
 // --- warps -----------------------------------------------------------------------------------------------------------
@@ -121,7 +145,7 @@ __global__ void dynamic_kernel(int* values, int offset) {
 TEST(SoftgpuEngine, SharedMemoryHasItsBoundsAndHoldsNothing) {
   const auto with = [](int bytes, int offset) {
     const Numbers numbers({0});
-    launch_kernel(dynamic_kernel, {1, 1, bytes}, numbers.get(), offset);
+    launch_kernel(dynamic_kernel, {1, 1, bytes, nullptr}, numbers.get(), offset);
     cudaDeviceSynchronize();
     return numbers.host().front();
   };
@@ -137,6 +161,33 @@ __global__ void uninitialised_kernel(int*) {
 
 TEST(SoftgpuEngine, ABarrierMustBeInitialised) {
   EXPECT_DEATH(run(uninitialised_kernel, 32, counted(1)), "uninitialised_kernel.*is not initialised");
+}
+
+// --- fences: the thread sanitizer alone sees them
+// ---------------------------------------------------------------------
+
+__global__ void message_kernel(int* values, bool fences) {
+  if (blockIdx.x == 1) {
+    values[1] = 5;
+    if (fences) __threadfence();
+    atomicAdd(values, 1);
+  } else {
+    while (load_acquire(values) == 0) {
+    }
+    values[2] = values[1];
+  }
+}
+
+TEST(SoftgpuEngine, AMissingFenceIsARace) {
+  const auto message = [](bool fences) {
+    const Numbers numbers({0, 0, 0});
+    launch_kernel(message_kernel, {2, 1, 0, nullptr}, numbers.get(), fences);
+    EXPECT_EQ(cudaDeviceSynchronize(), cudaSuccess);
+    EXPECT_EQ(numbers.host()[2], 5);
+  };
+  message(true);
+  // (The last block first: the writer has ended, and its thread is the reader's.)
+  if (options().order != Order::reverse) expect_race("message_kernel", [&] { message(false); });
 }
 
 // --- the copy engine -------------------------------------------------------------------------------------------------
@@ -162,7 +213,8 @@ TEST(SoftgpuEngine, ACopyIsThereWhenItsBarrierSaysSo) {
   std::rotate(want.begin(), want.begin() + 1, want.end());
   EXPECT_EQ(run(copy_kernel, 32, counted(32), true, 128u), want);
   if (options().copies == When::late) {
-    EXPECT_EQ(run(copy_kernel, 32, counted(32), false, 128u), std::vector<int>(32, -1));
+    expect_race("copy_kernel",
+                [] { EXPECT_EQ(run(copy_kernel, 32, counted(32), false, 128u), std::vector<int>(32, -1)); });
   }
   EXPECT_DEATH(run(copy_kernel, 32, counted(32), true, 144u), "deadlock.*nothing can go on");
 }
@@ -181,7 +233,7 @@ TEST(SoftgpuEngine, SmallCopiesAreWaitedFor) {
   std::fill(want.end() - 4, want.end(), 0);  // without a source
   EXPECT_EQ(run(small_copy_kernel, 32, counted(32), true), want);
   if (options().copies == When::late) {
-    EXPECT_NE(run(small_copy_kernel, 32, counted(32), false), want);
+    expect_race("small_copy_kernel", [&] { EXPECT_NE(run(small_copy_kernel, 32, counted(32), false), want); });
   }
 }
 
@@ -216,13 +268,38 @@ TEST(SoftgpuEngine, BlocksThatWaitForEachOtherRunTogetherIfThereIsRoom) {
   const int room = device_limits().multiprocessors * device_limits().blocks_per_multiprocessor;
   const auto relay = [](int blocks) {
     const Numbers numbers(std::vector<int>(static_cast<size_t>(blocks), 0));
-    launch_kernel(relay_kernel, {blocks, 32}, numbers.get(), blocks - 1);
+    launch_kernel(relay_kernel, {blocks, 32, 0, nullptr}, numbers.get(), blocks - 1);
     EXPECT_EQ(cudaDeviceSynchronize(), cudaSuccess);
     return numbers.host();
   };
   EXPECT_EQ(relay(room), std::vector<int>(static_cast<size_t>(room), 32));
   if (options().order == Order::forward) {
     EXPECT_DEATH(relay(room + 1), "relay_kernel: 0 of .*; 1 have not started, since the GPU has room for");
+  }
+}
+
+__global__ void large_relay_kernel(int* values) {
+  SB_SHARED(int, mine, [11 << 10]);
+  mine[threadIdx.x] = 1;
+  if (blockIdx.x + 1 < gridDim.x)
+    while (load_acquire(values + blockIdx.x + 1) == 0) {
+    }
+  atomicAdd(values + blockIdx.x, mine[threadIdx.x]);
+}
+
+TEST(SoftgpuEngine, SharedVariablesTakeRoomToo) {
+  const DeviceLimits& limits = device_limits();
+  const size_t each = (size_t{44} << 10) + limits.shared_of_system_per_block;
+  const int room = limits.multiprocessors * static_cast<int>(limits.shared_per_multiprocessor / each);
+  const auto relay = [](int blocks) {
+    const Numbers numbers(std::vector<int>(static_cast<size_t>(blocks), 0));
+    launch_kernel(large_relay_kernel, {blocks, 32, 0, nullptr}, numbers.get());
+    EXPECT_EQ(cudaDeviceSynchronize(), cudaSuccess);
+    return numbers.host().front();
+  };
+  EXPECT_EQ(relay(room), 32);
+  if (options().order == Order::forward) {
+    EXPECT_DEATH(relay(room + 1), "large_relay_kernel: .*since the GPU has room");
   }
 }
 
@@ -240,25 +317,25 @@ __global__ void second_kernel(int* values, bool waits) {
 TEST(SoftgpuEngine, AnEarlyKernelRunsBeforeTheOneItDoesNotWaitFor) {
   const auto both = [](bool early, bool waits) {
     const Numbers numbers({5, 0});
-    launch_kernel(first_kernel, {1, 1}, numbers.get());
-    launch_dependent_kernel(second_kernel, {1, 1}, early, numbers.get(), waits);
+    launch_kernel(first_kernel, {1, 1, 0, nullptr}, numbers.get());
+    launch_dependent_kernel(second_kernel, {1, 1, 0, nullptr}, early, numbers.get(), waits);
     cudaDeviceSynchronize();
     return numbers.host()[1];
   };
   EXPECT_EQ(both(false, false), 2);
   EXPECT_EQ(both(true, true), 2);
   if (options().streams == When::late) {
-    EXPECT_EQ(both(true, false), 6);
+    expect_race("_kernel", [&] { EXPECT_EQ(both(true, false), 6); });
   }
 }
 
 TEST(SoftgpuEngine, LaunchesBeyondTheGpuAreRefused) {
   const Numbers numbers({0});
-  launch_kernel(dynamic_kernel, {0, 1}, numbers.get(), 0);
+  launch_kernel(dynamic_kernel, {0, 1, 0, nullptr}, numbers.get(), 0);
   EXPECT_EQ(cudaGetLastError(), cudaErrorInvalidConfiguration);
-  launch_kernel(dynamic_kernel, {1, 1025}, numbers.get(), 0);
+  launch_kernel(dynamic_kernel, {1, 1025, 0, nullptr}, numbers.get(), 0);
   EXPECT_EQ(cudaGetLastError(), cudaErrorInvalidConfiguration);
-  launch_kernel(dynamic_kernel, {1, 1, 49 << 10}, numbers.get(), 0);
+  launch_kernel(dynamic_kernel, {1, 1, 49 << 10, nullptr}, numbers.get(), 0);
   EXPECT_EQ(cudaGetLastError(), cudaErrorInvalidValue);
   EXPECT_EQ(cudaGetLastError(), cudaSuccess);
 }

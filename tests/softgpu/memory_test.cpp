@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "softgpu/interface/kernel.h"
+#include "softgpu/interface/sanitizers.h"
 
 namespace softgpu {
 namespace {
@@ -80,6 +81,22 @@ TEST(SoftgpuMemoryDeathTest, TheHostsCodeMayNotTouchIt) {
   EXPECT_DEATH(memory[3] = 1, "the host's code touches 12 bytes into the 40 bytes of device memory");
   // Another thread neither.
   EXPECT_DEATH(std::thread([&] { memory[3] = 1; }).join(), "the host's code touches");
+  cudaFree(memory);
+}
+
+// Of much memory a part is closed at a time: who touches it again and again is found.
+TEST(SoftgpuMemoryDeathTest, TheHostsCodeMayNotTouchMuchOfItForLong) {
+  constexpr size_t kBytes = size_t{64} << 20;
+  char* memory = device_memory<char>(kBytes);
+  const auto touches = [&](size_t at) {
+    for (int i = 0; i < 20; ++i) {
+      cudaMemset(memory, i, 16);
+      cudaDeviceSynchronize();
+      static_cast<volatile char*>(memory)[at] = 1;
+    }
+  };
+  EXPECT_DEATH(touches(5), "the host's code touches 5 bytes into");
+  EXPECT_DEATH(touches(kBytes / 2 + 5), "the host's code touches 33554437 bytes into");
   cudaFree(memory);
 }
 
@@ -163,6 +180,7 @@ TEST(SoftgpuMemory, CopiesStayWithinOneAllocation) {
 
 // A GPU's memory by size; what is not touched takes none of the machine's.
 TEST(SoftgpuMemory, IsAsMuchAsAnH200Has) {
+  if (kThreadSanitizer) GTEST_SKIP() << "the thread sanitizer has shadows of less";
   size_t free = 0, total = 0;
   ASSERT_EQ(cudaMemGetInfo(&free, &total), cudaSuccess);
   EXPECT_EQ(total >> 30, 140u);

@@ -3,6 +3,7 @@
 #include <gtest/gtest.h>
 
 #include <thread>
+#include <tuple>
 #include <vector>
 
 #include "softgpu/interface/options.h"
@@ -156,6 +157,33 @@ TEST_F(SoftgpuStreams, ADestroyedStreamStillDoesWhatIsInIt) {
   EXPECT_EQ(cudaEventSynchronize(event_), cudaSuccess);
   EXPECT_EQ(read(a_, first_), 4);
   EXPECT_DEATH(cudaStreamSynchronize(gone), "is no stream, or none any more");
+}
+
+// Whatever stream is captured: an allocation could wait for all of the device. With other modes threads differ.
+TEST_F(SoftgpuStreams, NobodyAllocatesOrWaitsForAllWhileAStreamIsCaptured) {
+  cudaGraph_t graph;
+  void* memory = nullptr;
+  const auto allocated = [&] {
+    const cudaError_t error = cudaMalloc(&memory, 4);
+    if (error == cudaSuccess) cudaFree(memory);
+    return error;
+  };
+  for (const auto& [mode, here, elsewhere] :
+       {std::tuple{cudaStreamCaptureModeGlobal, cudaErrorStreamCaptureUnsupported, cudaErrorStreamCaptureUnsupported},
+        {cudaStreamCaptureModeThreadLocal, cudaErrorStreamCaptureUnsupported, cudaSuccess},
+        {cudaStreamCaptureModeRelaxed, cudaSuccess, cudaSuccess}}) {
+    SCOPED_TRACE(mode);
+    ASSERT_EQ(cudaStreamBeginCapture(first_, mode), cudaSuccess);
+    EXPECT_EQ(cudaDeviceSynchronize(), cudaErrorStreamCaptureUnsupported);
+    EXPECT_EQ(allocated(), here);
+    cudaError_t there = cudaSuccess;
+    std::thread([&] { there = cudaMalloc(&memory, 4); }).join();
+    EXPECT_EQ(there, elsewhere);
+    ASSERT_EQ(cudaStreamEndCapture(first_, &graph), cudaSuccess);
+    cudaGraphDestroy(graph);
+    if (there == cudaSuccess) cudaFree(memory);
+    cudaGetLastError();
+  }
 }
 
 TEST_F(SoftgpuStreams, GraphsAreReplayed) {

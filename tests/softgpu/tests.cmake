@@ -22,6 +22,13 @@ foreach(name nccl products streams)
   endforeach()
 endforeach()
 
+# After a fork the thread sanitizer sees nothing: what is to die does so in a process of its own.
+if(SB_SANITIZE MATCHES thread)
+  get_property(own DIRECTORY PROPERTY TESTS)
+  list(FILTER own INCLUDE REGEX "^softgpu_")
+  set_property(TEST ${own} APPEND PROPERTY ENVIRONMENT GTEST_DEATH_TEST_STYLE=threadsafe)
+endif()
+
 # What scripts/test-softgpu.sh runs, without the rest of the program's tests.
 add_custom_target(softgpu_own_tests)
 add_dependencies(softgpu_own_tests

@@ -213,21 +213,26 @@ void run_file(const std::string& name, const std::string& path, int query_heads,
   std::ifstream in(path, std::ios::binary);
   int32_t head[5] = {};
   in.read(reinterpret_cast<char*>(head), sizeof(head));
-  std::vector<uint8_t> bytes(size_t(head[0]) * head[1] * head[2]);
+  const auto [heads, query_blocks, key_blocks, query_block, block] = head;
+  constexpr int kMost = 1 << 12;
+  const bool sound = in && heads > 0 && heads <= query_heads && query_blocks > 0 && query_blocks <= kMost &&
+                     key_blocks > 0 && key_blocks <= kMost && query_block > 0 && query_block <= kBlock &&
+                     block == kBlock;
+  std::vector<uint8_t> bytes(sound ? size_t(heads) * query_blocks * key_blocks : 0);
   in.read(reinterpret_cast<char*>(bytes.data()), static_cast<std::streamsize>(bytes.size()));
-  if (!in || head[4] != kBlock) {
+  if (!sound || !in) {
     std::printf("%-30s %s is not there or no file of dump_lists\n", name.c_str(), path.c_str());
     return;
   }
-  RowLists lists{head[0], head[3], head[1], {0}, {}, kBlock};
-  for (size_t row = 0; row < size_t(head[0]) * head[1]; ++row) {
-    for (int block = 0; block < head[2]; ++block)
-      if (const uint8_t first = bytes[row * head[2] + block]; first != 255)
-        lists.entries.push_back(list_entry(block, first));
+  RowLists lists{heads, query_block, query_blocks, {0}, {}, kBlock};
+  for (size_t row = 0; row < size_t(heads) * query_blocks; ++row) {
+    for (int key_block = 0; key_block < key_blocks; ++key_block)
+      if (const uint8_t first = bytes[row * key_blocks + key_block]; first != 255)
+        lists.entries.push_back(list_entry(key_block, first));
     lists.offsets.push_back(static_cast<int32_t>(lists.entries.size()));
   }
-  const std::vector<int32_t> cu{0, head[1] * head[3]};
-  measure(name, {cu[1], query_heads, head[0], d, 1.f / std::sqrt(float(d))}, cu, &lists, deterministic);
+  const std::vector<int32_t> cu{0, query_blocks * query_block};
+  measure(name, {cu[1], query_heads, heads, d, 1.f / std::sqrt(float(d))}, cu, &lists, deterministic);
 }
 
 // Attention of given operands to files, for the script that compares errors: q, k, v, do in, o, dq, dk, dv out, bf16.

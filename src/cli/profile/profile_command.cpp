@@ -2,15 +2,16 @@
 
 #include <CLI/CLI.hpp>
 #include <algorithm>
-#include <ctime>
 #include <memory>
 
 #include "attention/gpu/launch/head_dim_check.h"
 #include "cli/at_least.h"
 #include "cli/commands.h"
 #include "cli/output_file.h"
+#include "cli/profile/measured_date.h"
 #include "cli/profile/other_work.h"
 #include "cli/profile/profile_engine.h"
+#include "cli/profile/profile_links.h"
 #include "cli/profile/scoring_options.h"
 #include "cli/progress.h"
 #include "core/errors.h"
@@ -32,13 +33,6 @@ struct ProfileArguments {
   MeasureOptions measure;
   bool tokens_given = false, threads_given = false, device_given = false;
 };
-
-std::string today() {
-  const std::time_t now = std::time(nullptr);
-  char text[32];
-  std::strftime(text, sizeof text, "%Y-%m-%dT%H:%M:%SZ", std::gmtime(&now));
-  return text;
-}
 
 // Everything that a run's latencies depend on, as its configuration has it.
 ModelShape take_from_run(ProfileArguments& arguments) {
@@ -107,18 +101,12 @@ std::string sample_text(const char* kind, const MeasuredShape& shape, const Atte
                      work.pairs, work.scores);
 }
 
-// What one GPU cannot measure: the ways to others are those of the analytic profile.
+// What one GPU cannot measure are the ways to others.
 void describe_gpu(Profile& profile) {
-  const Profile assumed = analytic_profile("h200-analytic", profile.shape);
-  profile.transfer_inside = assumed.transfer_inside;
-  profile.transfer_between = assumed.transfer_between;
-  profile.reduce_inside = assumed.reduce_inside;
-  profile.reduce_between = assumed.reduce_between;
-  profile.gpus_per_node = assumed.gpus_per_node;
   const cuda::DeviceInfo device = cuda::device_info();
   profile.memory_bytes = device.total_bytes;
   profile.peak_tflops = peak_bf16_flops(device.name) / 1e12;
-  fmt::print("links between GPUs: not measured, taken from {}\n", assumed.name);
+  fmt::print("links between GPUs: not measured by one; `sparsebalance profile --links` measures them\n");
 }
 
 void warn(const std::string& disturbance) {
@@ -183,7 +171,7 @@ void run(ProfileArguments arguments) {
   if (!gpu) warn(other_work.disturbance());
   profile.name = arguments.out;
   profile.machine = engine.machine();
-  profile.date = today();
+  profile.date = measured_date();
   profile.recompute = arguments.engine.recompute;
   profile.lora_rank = arguments.engine.lora.rank;
   if (gpu) describe_gpu(profile);
@@ -202,6 +190,7 @@ void add_profile_command(CLI::App& app) {
   CLI::App* command =
       app.add_subcommand("profile", "measure this machine with a model's shape, so that latencies can be predicted");
   auto a = std::make_shared<ProfileArguments>();
+  auto links = std::make_shared<LinkArguments>();
   a->engine.spec.budget = 1024;
   command->add_option("--model", a->model, "model name or config.json (names: see simulate --help)")
       ->capture_default_str();
@@ -241,7 +230,21 @@ void add_profile_command(CLI::App& app) {
   command->add_option("--repeats", a->measure.max_repeats, "maximum repeats of a measurement")
       ->check(CLI::Range(1, 100000))
       ->capture_default_str();
-  command->callback([a, command] {
+  command->add_option("--links", links->out,
+                      "measure the links between the ranks that are started, instead of this machine, and write them "
+                      "to this file; with --device cuda those between their GPUs too");
+  command->add_option("--ranks", links->ranks, "--links: start this many processes on this machine")
+      ->check(CLI::Range(2, 4096));
+  command->callback([a, links, command] {
+    SB_USER_CHECK(!links->out.empty() || command->count("--ranks") == 0, "--ranks: only applies to --links");
+    if (!links->out.empty()) {
+      for (const CLI::Option* option : command->get_options())
+        SB_USER_CHECK(option->count() == 0 || option->check_lname("links") || option->check_lname("ranks") ||
+                          option->check_lname("device"),
+                      "{}: has no effect with --links; remove one of the two", option->get_name());
+      links->gpu = a->device == "cuda";
+      return profile_links(*links);
+    }
     for (const char* option : {"--model", "--budget", "--block", "--query-block", "--pattern", "--score",
                                "--score-channels", "--score-tokens", "--recompute", "--lora"})
       SB_USER_CHECK(a->run.empty() || command->count(option) == 0, "{}: already set by --run {}; remove one of the two",

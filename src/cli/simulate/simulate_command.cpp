@@ -20,8 +20,10 @@
 #include "cli/simulate/simulate_sweep.h"
 #include "cli/step_progress.h"
 #include "core/errors.h"
+#include "core/log.h"
 #include "data/files/token_file.h"
 #include "plan/latency/adapter_profile.h"
+#include "plan/latency/links_file.h"
 #include "plan/simulate/length_pool.h"
 #include "plan/simulate/simulate.h"
 #include "report/schedule_picture.h"
@@ -43,7 +45,7 @@ struct SimulateArguments {
   std::string chunk = "auto";
   bool frontier = false, no_frontier = false;
   int threads = 0;
-  std::string json, trace, svg;
+  std::string links, json, trace, svg;
   SweepArguments sweep;
   RingArguments ring;
 };
@@ -187,13 +189,14 @@ void write_pictures(const SimulateArguments& arguments, const SimulateInput& inp
 }
 
 Json run_sweep(const SimulateArguments& arguments, const LatencyModel& latency, const SimulateInput& input) {
-  SB_USER_CHECK(arguments.policies.size() <= 1,
-                "--policies: --sweep tries one policy on every layout, but {} are given; name one",
-                arguments.policies.size());
-  const SimulatedPolicy policy = chosen(all_policies(arguments), arguments.policies).back();
+  const std::vector<std::string> usual = {"in_order", "sab+anchor:mean", "sab+order+chunk+optimal"};
+  const auto policies = chosen(all_policies(arguments), arguments.policies.empty() ? usual : arguments.policies);
   Json json = Json::array();
-  for (const SweepRow& row : run_sweep(arguments.sweep, latency, input, policy))
-    json.push_back({{"dp", row.layout.dp},
+  for (const SweepRow& row : run_sweep(arguments.sweep, latency, input, policies))
+    json.push_back({{"policy", row.simulated.name},
+                    {"micro_batch_sequences", row.simulated.options.batching.micro_batch_sequences},
+                    {"micro_batch_tokens", row.simulated.options.batching.micro_batch_tokens},
+                    {"dp", row.layout.dp},
                     {"pp", row.layout.pp},
                     {"tp", row.layout.tp},
                     {"cp", row.layout.cp},
@@ -224,6 +227,16 @@ Json run_ring(const SimulateArguments& arguments) {
                     {"hierarchical_ms", row.hierarchical},
                     {"hierarchical_exposed_ms", row.hierarchical_exposed()}});
   return json;
+}
+
+// Of GPUs for a profile of one, of processors otherwise.
+void use_links(const SimulateArguments& arguments, Profile& profile) {
+  const MeasuredLinks measured = read_links_file(arguments.links);
+  profile.links = links_for(measured, profile.memory_bytes > 0, arguments.links);
+  const int ranks = arguments.sweep.gpus > 0 ? arguments.sweep.gpus : arguments.layout.workers();
+  if (ranks != std::ssize(measured.hosts))
+    log::warning("{}: was measured by {} ranks, but {} are simulated: links that more of them share may be slower",
+                 arguments.links, measured.hosts.size(), ranks);
 }
 
 void check_arguments(const SimulateArguments& arguments) {
@@ -271,14 +284,8 @@ void check_dense_layers(AttentionSpec& spec, int64_t layers) {
 }
 
 void print_interconnect(const Profile& profile, const Layout& layout, bool sweep) {
-  const auto text = [](const Link& link) {
-    return link.us_per_byte > 0 ? fmt::format("{:.0f} GB/s + {:.0f} us", 1e-3 / link.us_per_byte, link.latency_us)
-                                : fmt::format("{:.0f} us", link.latency_us);
-  };
   if (layout.comm && (sweep || layout.workers() > 1))
-    fmt::print("interconnect (assumed): {} within a node of {} GPUs, {} between nodes; collectives {} and {}\n",
-               text(profile.transfer_inside), profile.gpus_per_node, text(profile.transfer_between),
-               text(profile.reduce_inside), text(profile.reduce_between));
+    fmt::print("links: {}\n", describe(profile.links));
   else if (!layout.comm)
     fmt::print("interconnect: transfers are not counted (--comm off)\n");
   fmt::print("\n");
@@ -364,6 +371,7 @@ Json case_json(const SimulateArguments& arguments, const Profile& profile, const
           {"dense_layers", arguments.spec.dense_layers},
           {"chunk", arguments.chunk},
           {"prefix_measured", profile.prefix_measured},
+          {"links", profile.links.source},
           {"p", arguments.p},
           {"steps", arguments.steps},
           {"seed", arguments.seed}};
@@ -426,9 +434,11 @@ Json simulate(SimulateArguments arguments) {
   if (arguments.batching.micro_batch_sequences == 0 && arguments.batching.micro_batch_tokens == 0)
     arguments.batching.micro_batch_sequences = 1;
   const auto policies = chosen(all_policies(arguments), arguments.policies);
-  const LatencyModel latency(
+  Profile used =
       with_adapters(find_profile(arguments.profile, find_model_shape(arguments.model), arguments.spec, arguments.lora),
-                    arguments.lora));
+                    arguments.lora);
+  if (!arguments.links.empty()) use_links(arguments, used);
+  const LatencyModel latency(std::move(used));
   const Profile& profile = latency.profile();
   check_dense_layers(arguments.spec, profile.shape.layers);
   if (!arguments.sweep.wanted) {
@@ -482,6 +492,8 @@ void add_simulate_command(CLI::App& app) {
                    "latency profile: h200 (measured, for Qwen2.5-0.5B and 3B), h200-analytic, h100-analytic, "
                    "a100-analytic, h20-analytic or a profile.json")
       ->capture_default_str();
+  command->add_option("--links", a->links,
+                      "links measured by `sparsebalance profile --links`; unless given, those of the profile");
   command->add_option("--lora", a->lora, "rank of LoRA adapters on a frozen model; 0: full fine-tuning")
       ->check(CLI::Range(int64_t{0}, int64_t{1} << 12))
       ->capture_default_str();
@@ -534,7 +546,9 @@ void add_simulate_command(CLI::App& app) {
   command->add_option("--seed", a->seed, "random seed of the draw")->capture_default_str();
   command
       ->add_option("--policies", a->policies,
-                   "simulate only these policies, for example in_order,sab+order+optimal; --sweep: the one to try")
+                   "simulate only these policies, for example in_order,sab+order+optimal; --sweep: one to try on every "
+                   "layout, or several to compare with the first (unless given: in_order, the paper's "
+                   "sab+anchor:mean, and sab+order+chunk+optimal)")
       ->delimiter(',');
   command->add_flag("--frontier", a->frontier, "also print speed-up by deadline and by p when --policies is given");
   command->add_flag("--no-frontier", a->no_frontier, "do not print speed-up by deadline and by p")

@@ -157,11 +157,16 @@ void connect_group(Communicator& group, DeviceKind device, const DeviceLines& li
   Arena arena = make_arena("connections", Arena::rounded(group.size() * int64_t{sizeof(float)}), device);
   const TensorView values = arena.allocate(DType::f32, {group.size()});
   zero_now(values);
-  const auto finish = [&](CommRequest request) {
-    request.wait();
+  std::vector<CommRequest> requests;
+  const auto finish = [&] {
+    for (CommRequest& request : requests) request.wait();
+    requests.clear();
     HostCopy{values};  // waits for the device
   };
-  if (lines.collectives) finish(group.all_gather_async(values.raw(), 1, CommType::f32));
+  if (lines.collectives) {
+    requests.push_back(group.all_gather_async(values.raw(), 1, CommType::f32));
+    finish();
+  }
   // In an order that all ranks share, so that the two sides of the first line still to be made both come to it; every
   // other sender first, so that a ring is not made link by link.
   const int rank = group.rank();
@@ -170,9 +175,12 @@ void connect_group(Communicator& group, DeviceKind device, const DeviceLines& li
   for (const DeviceLines::Line& to : lines.to) links.emplace_back(to.tag, rank % 2, rank, to.rank);
   for (const DeviceLines::Line& from : lines.from) links.emplace_back(from.tag, from.rank % 2, from.rank, rank);
   std::ranges::sort(links);
-  for (const auto& [tag, parity, sender, receiver] : links)
-    finish(sender == rank ? group.send_async(values.raw(), sizeof(float), receiver, tag)
-                          : group.receive_async(values.raw(), sizeof(float), sender, tag));
+  links.erase(std::unique(links.begin(), links.end()), links.end());  // a rank's line to itself is among both
+  for (const auto& [tag, parity, sender, receiver] : links) {
+    if (sender == rank) requests.push_back(group.send_async(values.f32(), sizeof(float), receiver, tag));
+    if (receiver == rank) requests.push_back(group.receive_async(values.f32() + 1, sizeof(float), sender, tag));
+    finish();
+  }
   group.barrier();
 }
 

@@ -2,12 +2,28 @@
 
 #include <dlfcn.h>
 
+#include <cstdlib>
+#include <mutex>
+
 #include "core/errors.h"
 
 namespace sb {
 
+namespace {
+
+// A communicator makes all its connections when it is made. By default the library makes those of an algorithm when an
+// operation first uses it, which depends on sizes: memory would be taken in the middle of a step. (What the user has
+// set stays.)
+void connect_at_once() {
+  static std::once_flag once;
+  std::call_once(once, [] { setenv("NCCL_RUNTIME_CONNECT", "0", /*overwrite=*/0); });
+}
+
+}  // namespace
+
 // Never closed: threads of the library may outlive what is done with it.
 NcclLibrary::NcclLibrary(const std::filesystem::path& path) {
+  connect_at_once();
   void* module = dlopen(path.c_str(), RTLD_NOW | RTLD_LOCAL);
   if (module == nullptr)
     throw UserError(

@@ -7,7 +7,7 @@
 namespace sb {
 namespace {
 
-constexpr double kActivationBytes = 2, kGradientBytes = 4, kParameterBytes = 2;
+constexpr double kGradientBytes = 4;
 
 // Gathers and sums of the hidden states over the tensor-parallel ranks, for each layer: forward before the two products
 // that are cut by columns and after the two that are cut by rows; backward the gradients of the latter two, which the
@@ -91,7 +91,7 @@ CostModel::CostModel(const LatencyModel& latency, AttentionSpec spec, Layout lay
 void CostModel::prepare_communication() {
   for (int s = 0; s < stages(); ++s) {
     transfer_.push_back(transfer_per_token(s));
-    reduction_.push_back(reduction_time(s));
+    tail_.push_back(tail_of(s));
   }
 }
 
@@ -142,10 +142,13 @@ void CostModel::split_layers() {
 // One all-gather or reduce-scatter of the hidden states over the tensor-parallel ranks.
 double CostModel::gathering(double tokens) const {
   if (layout_.tp == 1 || !layout_.comm) return 0;
-  const Profile& profile = latency_.profile();
-  const Link& link = profile.gpus_per_node % layout_.tp == 0 ? profile.reduce_inside : profile.reduce_between;
-  const double bytes = tokens / layout_.cp * static_cast<double>(shape().hidden) * kActivationBytes;
-  return link(bytes * (layout_.tp - 1) / layout_.tp);
+  const Links& links = profile().links;
+  const double bytes = tokens / layout_.cp * static_cast<double>(shape().hidden) * layout_.element_bytes;
+  // Where a group of them lies on two nodes it is the slowest.
+  LinkGroup group = group_of_ranks(layout_.tp, 1, 1, 0, links.node_ranks);
+  if (links.node_ranks % layout_.tp != 0 && layout_.workers() > links.node_ranks && group.nodes == 1)
+    group = {layout_.tp, 2, 1};
+  return links.gather(bytes, group, used_in_node());
 }
 
 StageTime CostModel::linear(double tokens) const {
@@ -173,9 +176,9 @@ StageTime CostModel::attention(const Work& whole) const {
     // The ring sends keys and values (forward), and their gradients too (backward), behind the computation.
     const ModelShape& s = worker_shape_;
     const double bytes =
-        whole.tokens / layout_.cp * 2.0 * static_cast<double>(s.kv_heads * s.head_dim) * kActivationBytes;
-    const Profile& profile = latency_.profile();
-    const Link& link = shared <= profile.gpus_per_node ? profile.transfer_inside : profile.transfer_between;
+        whole.tokens / layout_.cp * 2.0 * static_cast<double>(s.kv_heads * s.head_dim) * layout_.element_bytes;
+    const Links& links = profile().links;
+    const Link link = shared <= links.node_ranks ? links.transfer_inside : links.between(used_in_node());
     time.forward = std::max(time.forward, (layout_.cp - 1) * link(bytes));
     time.backward = std::max(time.backward, (layout_.cp - 1) * link(2 * bytes));
   }
@@ -207,29 +210,73 @@ double CostModel::gradient_transfer(int stage, double tokens, const StageTime& l
 
 Link CostModel::transfer_per_token(int stage) const {
   if (!layout_.comm || stage == 0) return {};
-  const Profile& profile = latency_.profile();
+  const Links& links = profile().links;
   const int ranks = layout_.cp * layout_.tp;  // of a stage: each sends its own tokens' hidden states
-  const bool same_node = (stage - 1) * ranks / profile.gpus_per_node == stage * ranks / profile.gpus_per_node;
-  const double bytes = static_cast<double>(shape().hidden) * kActivationBytes / ranks;
-  const Link& link = same_node ? profile.transfer_inside : profile.transfer_between;
+  const bool same_node = (stage - 1) * ranks / links.node_ranks == stage * ranks / links.node_ranks;
+  const double bytes = static_cast<double>(shape().hidden) * layout_.element_bytes / ranks;
+  const Link link = same_node ? links.transfer_inside : links.between(used_in_node());
   return {link.latency_us, link.us_per_byte * bytes};
 }
 
-double CostModel::reduction_time(int stage) const {
-  const int group = layout_.dp * layout_.cp;
-  if (!layout_.comm || group == 1) return 0;
-  const Profile& profile = latency_.profile();
-  const Link& link = layout_.workers() <= profile.gpus_per_node ? profile.reduce_inside : profile.reduce_between;
-  const int64_t rank = profile.lora_rank;
+int CostModel::used_in_node() const {
+  return std::min(layout_.workers(), profile().links.node_ranks);
+}
+
+// Parameters that become final together, in the order in which the backward makes them so.
+std::vector<double> CostModel::groups_of(int stage) const {
+  const int64_t rank = profile().lora_rank;
+  const bool first = stage == 0, last = stage == stages() - 1;
   const ModelShape& own = worker_shape_;
-  double parameters =
-      static_cast<double>(rank > 0 ? own.adapter_parameters(rank) : own.layer_parameters()) * stage_layers(stage);
-  if (rank == 0 && layout_.head && (stage == 0 || stage == stages() - 1)) {
-    const bool both = stages() == 1 && !own.tied;
-    parameters += static_cast<double>(own.embedding_parameters()) * (both ? 2 : 1);
+  const auto layer = static_cast<double>(rank > 0 ? own.adapter_parameters(rank) : own.layer_parameters());
+  const bool head = rank == 0 && layout_.head;
+  std::vector<double> groups(static_cast<size_t>(stage_layers(stage)), layer);
+  if (head && last && (!first || !own.tied))
+    groups.insert(groups.begin(), static_cast<double>(own.embedding_parameters()));
+  if (head && first) groups.push_back(static_cast<double>(own.embedding_parameters()));
+  return groups;
+}
+
+// Buckets are summed one after the other, each from when the backward has made the last of its gradients; layers take
+// equal parts of it, embedding and head none. After the update all weights are gathered, with nothing beside it.
+StageTail CostModel::tail_of(int stage) const {
+  if (!layout_.comm) return {};
+  constexpr double kBucket = 4 << 20;  // parameters, at least (ModelLayout)
+  const Links& links = profile().links;
+  const int ranks = layout_.cp * layout_.tp;
+  const LinkGroup replicas = group_of_ranks(layout_.cp, layout_.tp, layout_.dp, ranks * layout_.pp, links.node_ranks);
+  // First and last stage of a pipeline have the same matrix and add its gradients up, each rank its piece.
+  const bool end = stage == 0 || stage == stages() - 1;
+  double after = 0;
+  if (end && stages() > 1 && worker_shape_.tied && layout_.head && profile().lora_rank == 0) {
+    const LinkGroup ends = group_of_ranks(2, (stages() - 1) * ranks, 1, 0, links.node_ranks);
+    const double bytes = static_cast<double>(worker_shape_.embedding_parameters()) * kGradientBytes / replicas.ranks;
+    after += links.reduce(bytes, ends, used_in_node()) + links.gather(bytes, ends, used_in_node());
   }
-  const double share = static_cast<double>(group - 1) / group;
-  return link(parameters * kGradientBytes * share) + link(parameters * kParameterBytes * share);
+  if (replicas.ranks == 1) return StageTail(after);
+  const std::vector<double> groups = groups_of(stage);
+  const auto layers = static_cast<double>(stage_layers(stage));
+  const bool head_first =
+      std::ssize(groups) > stage_layers(stage) && stage == stages() - 1 && (stage > 0 || !worker_shape_.tied);
+  struct Bucket {
+    double ready = 0, sum = 0;  // share of the backward; time
+  };
+  std::vector<Bucket> buckets;
+  double held = 0, seen = head_first ? -1 : 0;
+  for (size_t i = 0; i < groups.size(); ++i) {
+    held += groups[i];
+    seen += 1;
+    if (held < kBucket && i + 1 < groups.size()) continue;
+    buckets.push_back({std::min(seen, layers) / layers, links.reduce(held * kGradientBytes, replicas, used_in_node())});
+    after += links.gather(held * layout_.element_bytes, replicas, used_in_node());
+    held = 0;
+  }
+  // Of the buckets between the first and the last none decides, since layers are alike.
+  double all = 0, last = 0;
+  for (const Bucket& bucket : buckets) {
+    all += bucket.sum;
+    if (bucket.ready >= 1) last += bucket.sum;
+  }
+  return {after + last, after + all, 1 - buckets.front().ready};
 }
 
 }  // namespace sb

@@ -7,6 +7,7 @@
 
 #include "plan/latency/latency_model.h"
 #include "plan/latency/workload.h"
+#include "plan/schedule/schedule.h"
 
 namespace sb {
 
@@ -24,6 +25,7 @@ struct Layout {
   bool head = true;  // count embedding and loss
   // Length of the sequences that layers are split over the stages for; 0: twice the budget.
   int64_t split_tokens = 0;
+  int element_bytes = 2;  // of weights and activations: bf16, or 4 for fp32
   int workers() const { return dp * pp * cp * tp; }
 };
 
@@ -81,8 +83,8 @@ class CostModel {
   double after_input_gradient(const StageTime& linear) const;
   // From the end of the next stage's backward until its gradient is here; `split`: it leaves before that.
   double gradient_transfer(int stage, double tokens, const StageTime& linear, bool split) const;
-  // Gradient reduction and parameter gathering after the last backward of a stage.
-  double reduction(int stage) const { return reduction_[static_cast<size_t>(stage)]; }
+  // What the sums of the gradients and the gathering of the weights leave over after the last backward of a stage.
+  const StageTail& tail(int stage) const { return tail_[static_cast<size_t>(stage)]; }
 
  private:
   void check() const;
@@ -91,7 +93,9 @@ class CostModel {
   void prepare_communication();
   double gathering(double tokens) const;
   Link transfer_per_token(int stage) const;
-  double reduction_time(int stage) const;
+  StageTail tail_of(int stage) const;
+  std::vector<double> groups_of(int stage) const;
+  int used_in_node() const;
 
   const LatencyModel& latency_;
   AttentionSpec spec_;
@@ -100,7 +104,7 @@ class CostModel {
   double linear_share_ = 1;  // of a layer's products, by tensor parallelism
   std::vector<int> first_layer_;
   std::vector<Link> transfer_;  // into every stage, over tokens
-  std::vector<double> reduction_;
+  std::vector<StageTail> tail_;
 };
 
 }  // namespace sb

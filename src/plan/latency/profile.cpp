@@ -141,10 +141,7 @@ Profile analytic_profile(const std::string& name, const ModelShape& shape, const
   set(Operation::selection, analytic_selection(shape, spec, forward, us));
   set(Operation::head_forward, proportional(Coordinate::tokens, head));
   set(Operation::head_backward, proportional(Coordinate::tokens, 2 * head));
-  profile.transfer_inside = {10.0, 1e6 / 200e9};
-  profile.transfer_between = {10.0, 1e6 / 45e9};
-  profile.reduce_inside = {20.0, 1e6 / 150e9};
-  profile.reduce_between = {20.0, 1e6 / 40e9};
+  profile.links = assumed_links(name.starts_with("a100") ? "a100" : "h100");
   profile.peak_tflops = device->peak_tflops;
   profile.memory_bytes = device->memory_gib << 30;
   assume_prefix(profile);

@@ -7,6 +7,7 @@
 #include <string>
 #include <vector>
 
+#include "plan/latency/links.h"
 #include "plan/latency/model_shape.h"
 #include "plan/latency/workload.h"
 
@@ -62,13 +63,6 @@ struct OperationTable {
   }
 };
 
-// Time to move bytes: latency + bytes · rate.
-struct Link {
-  double latency_us = 0;
-  double us_per_byte = 0;
-  double operator()(double bytes) const { return latency_us + bytes * us_per_byte; }
-};
-
 struct ErrorSummary {
   double median = 0, p95 = 0;  // of |predicted / measured - 1|
   int64_t count = 0;
@@ -77,9 +71,10 @@ ErrorSummary summarize_errors(std::vector<double> relative_errors);
 
 // Latencies of one machine for one model shape.
 struct Profile {
-  static constexpr int kVersion = 2;
-  // Files of it do not tell pattern and score: causal `topk` by moments, the only way there was. Still read.
-  static constexpr int kVersionBefore = 1;
+  static constexpr int kVersion = 3;
+  // Files of the first version do not tell pattern and score: causal `topk` by moments, the only way there was. Those
+  // before the third give GPUs links that nobody measured: what is assumed today takes their place. Still read.
+  static constexpr int kOldestVersion = 1, kTellsScore = 2, kMeasuredLinks = 3;
   std::string name;     // "h200-analytic", or the file
   std::string machine;  // what was measured
   std::string date;
@@ -98,9 +93,7 @@ struct Profile {
   // Pieces of sequences were measured too. Otherwise what their prefix costs is assumed: sums of the gradients of its
   // keys and values, fp32, read and written once at the rate of the machine's memory.
   bool prefix_measured = false;
-  Link transfer_inside, transfer_between;  // point to point, inside a node and between nodes
-  Link reduce_inside, reduce_between;      // reduce-scatter or all-gather, per byte · (n-1)/n
-  int gpus_per_node = 8;
+  Links links = assumed_links();
   double peak_tflops = 0;    // 0: unknown
   int64_t memory_bytes = 0;  // of one device; 0: unknown
   ErrorSummary held_out;     // shapes measured and not fitted; count 0: analytic

@@ -107,8 +107,26 @@ Json table_json(const OperationTable& table, bool prefix) {
 Json link_json(const Link& link) {
   return {{"latency_us", link.latency_us}, {"us_per_byte", link.us_per_byte}};
 }
+// Of a processor: one process measured what its memory does.
+Json links_json(const Links& links) {
+  return {{"transfer", link_json(links.transfer_inside)},
+          {"reduce", link_json(links.reduce_inside)},
+          {"gather", link_json(links.gather_inside)}};
+}
 Link read_link(const Reader& reader) {
   return {reader.number("latency_us"), reader.number("us_per_byte")};
+}
+Links read_links(const Reader& reader, int64_t version) {
+  const bool told_apart = version >= Profile::kMeasuredLinks;
+  Links links;
+  links.source = "the profile, by memory copies of one process";
+  links.transfer_inside = read_link(reader.child(told_apart ? "transfer" : "transfer_inside"));
+  links.reduce_inside = read_link(reader.child(told_apart ? "reduce" : "reduce_inside"));
+  links.gather_inside = told_apart ? read_link(reader.child("gather")) : links.reduce_inside;
+  links.transfer_between = links.transfer_inside;
+  links.reduce_between = links.reduce_inside;
+  links.gather_between = links.gather_inside;
+  return links;
 }
 
 }  // namespace
@@ -136,12 +154,7 @@ std::string write_profile(const Profile& profile) {
         {"intermediate", shape.intermediate},
         {"vocabulary", shape.vocabulary}}},
       {"operations", operations},
-      {"links",
-       {{"transfer_inside", link_json(profile.transfer_inside)},
-        {"transfer_between", link_json(profile.transfer_between)},
-        {"reduce_inside", link_json(profile.reduce_inside)},
-        {"reduce_between", link_json(profile.reduce_between)}}},
-      {"gpus_per_node", profile.gpus_per_node},
+      {"gpus_per_node", profile.links.node_ranks},
       {"peak_tflops", profile.peak_tflops},
       {"memory_bytes", profile.memory_bytes},
       {"held_out_error",
@@ -153,6 +166,7 @@ std::string write_profile(const Profile& profile) {
                          {"score", attention->score},
                          {"score_channels", attention->score_channels},
                          {"score_tokens", attention->score_tokens}};
+  if (profile.peak_tflops == 0 && profile.memory_bytes == 0) json["links"] = links_json(profile.links);
   if (profile.lora_rank > 0) json["lora_rank"] = profile.lora_rank;
   // A file's name need not be UTF-8, which JSON is.
   return json.dump(2, ' ', false, Json::error_handler_t::replace) + "\n";
@@ -189,9 +203,9 @@ Profile parse_profile(const std::string& text, const std::string& where) {
                 "{}: is not a profile (`format` must be \"sparsebalance-profile\")", where);
   const int64_t version = reader.integer("version");
   SB_USER_CHECK(
-      version == Profile::kVersion || version == Profile::kVersionBefore,
-      "{}: has profile version {}, but this program reads versions {} and {}; run `sparsebalance profile` again", where,
-      version, Profile::kVersionBefore, Profile::kVersion);
+      version >= Profile::kOldestVersion && version <= Profile::kVersion,
+      "{}: has profile version {}, but this program reads versions {} to {}; run `sparsebalance profile` again", where,
+      version, Profile::kOldestVersion, Profile::kVersion);
   Profile profile;
   profile.name = reader.text("name");
   profile.machine = reader.text("machine");
@@ -201,7 +215,7 @@ Profile parse_profile(const std::string& text, const std::string& where) {
   SB_USER_CHECK(profile.lora_rank >= 0 && profile.lora_rank <= 1 << 16, "{}.lora_rank: {} is not a valid rank", where,
                 profile.lora_rank);
   if (json.contains("attention"))
-    profile.attention = read_attention(reader.child("attention"), version > Profile::kVersionBefore);
+    profile.attention = read_attention(reader.child("attention"), version >= Profile::kTellsScore);
   const Reader model = reader.child("model");
   profile.shape = {model.text("name"),
                    model.integer("layers"),
@@ -219,14 +233,15 @@ Profile parse_profile(const std::string& text, const std::string& where) {
   for (int i = 0; i < kOperations; ++i)
     profile.tables[static_cast<size_t>(i)] =
         read_table(operations.child(operation_name(static_cast<Operation>(i))), profile.prefix_measured);
-  const Reader links = reader.child("links");
-  profile.transfer_inside = read_link(links.child("transfer_inside"));
-  profile.transfer_between = read_link(links.child("transfer_between"));
-  profile.reduce_inside = read_link(links.child("reduce_inside"));
-  profile.reduce_between = read_link(links.child("reduce_between"));
-  profile.gpus_per_node = static_cast<int>(reader.count("gpus_per_node", 1, kMostGpus));
   profile.peak_tflops = reader.number("peak_tflops");
   profile.memory_bytes = reader.count("memory_bytes", 0, kMostBytes);
+  if (profile.peak_tflops == 0 && profile.memory_bytes == 0)
+    profile.links = read_links(reader.child("links"), version);
+  else
+    profile.links = assumed_links(profile.machine.find("A100") != std::string::npos ? "a100" : "h100");
+  profile.links.node_ranks = static_cast<int>(reader.count("gpus_per_node", 1, kMostGpus));
+  // As many as the ranks: nothing is known of them.
+  profile.links.adapters = profile.links.node_ranks;
   const Reader error = reader.child("held_out_error");
   profile.held_out = {error.number("median"), error.number("p95"), error.count("count", 0, INT64_MAX)};
   if (!profile.prefix_measured) assume_prefix(profile);

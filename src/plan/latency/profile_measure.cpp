@@ -217,15 +217,17 @@ class Measurement {
     const auto series = [&](const std::function<double(int64_t)>& one, const char* what) {
       report(what);
       std::vector<std::pair<double, double>> samples;
-      if (!one) return Link{};
       for (int64_t bytes = 1 << 12; bytes <= 1 << 24; bytes *= 8) {
         const auto runs = repeated([&] { return one(bytes); }, options_, [](double us) { return us; });
         samples.emplace_back(static_cast<double>(bytes), quantile(runs, kTypical));
       }
       return fit_link(samples);
     };
-    profile_.transfer_inside = profile_.transfer_between = series(target_.transfer, "point to point");
-    profile_.reduce_inside = profile_.reduce_between = series(target_.reduction, "reduction");
+    if (!target_.transfer) return;
+    Links& links = profile_.links;
+    links.transfer_inside = links.transfer_between = series(target_.transfer, "point to point");
+    links.reduce_inside = links.reduce_between = series(target_.reduction, "reduction");
+    links.gather_inside = links.gather_between = links.transfer_inside;
   }
 
   // What the fit predicts plays no part in how often they are measured.

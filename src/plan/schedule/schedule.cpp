@@ -123,8 +123,15 @@ double Schedule::run(const PipelineTimes& times, std::span<const int> order, dou
   }
   double makespan = 0;
   for (size_t s = 0; s < last_node_.size(); ++s)
-    makespan = std::max(makespan, ends[last_node_[s]] + (times.tail.empty() ? 0.0 : times.tail[s]));
+    makespan = std::max(makespan, ends[last_node_[s]] + tail_of(s, times, order));
   return makespan;
+}
+
+double Schedule::tail_of(size_t stage, const PipelineTimes& times, std::span<const int> order) const {
+  if (times.tail.empty()) return 0.0;
+  const int position = nodes_[static_cast<size_t>(last_node_[stage])].position;
+  const int micro_batch = order.empty() ? position : order[static_cast<size_t>(position)];
+  return times.tail[stage].after(times.backward[times.at(micro_batch, static_cast<int>(stage))]);
 }
 
 double Schedule::run(const PipelineTimes& times, std::span<const int> order, double* end) const {
@@ -141,12 +148,15 @@ double Schedule::makespan(const PipelineTimes& times, std::span<const int> order
   return run(times, order, end.get());
 }
 
-void Schedule::latest_ends(const double* ends, std::span<const double> tail, std::span<double, kLanes> out) const {
+void Schedule::latest_ends(const double* ends, std::span<const double> backward, std::span<const StageTail> tail,
+                           std::span<double, kLanes> out) const {
   std::fill(out.begin(), out.end(), 0.0);
   for (size_t s = 0; s < last_node_.size(); ++s) {
     const double* end = ends + static_cast<size_t>(last_node_[s] + 1) * kLanes;
-    const double after = tail.empty() ? 0.0 : tail[s];
-    for (size_t lane = 0; lane < kLanes; ++lane) out[lane] = std::max(out[lane], end[lane] + after);
+    const auto position = static_cast<size_t>(nodes_[static_cast<size_t>(last_node_[s])].position);
+    const double* took = backward.data() + (position * static_cast<size_t>(stages_) + s) * kLanes;
+    for (size_t lane = 0; lane < kLanes; ++lane)
+      out[lane] = std::max(out[lane], end[lane] + (tail.empty() ? 0.0 : tail[s].after(took[lane])));
   }
 }
 
@@ -157,7 +167,7 @@ void Schedule::makespans(const PipelineTimes& times, std::span<const double> for
   run_lanes(nodes_.data(), nodes_.size(), stages_, forward.data(), backward.data(),
             transfers ? times.forward_transfer.data() : nullptr, transfers ? times.backward_transfer.data() : nullptr,
             /*transfers_by_lane=*/false, scratch.data());
-  latest_ends(scratch.data(), times.tail, out);
+  latest_ends(scratch.data(), backward, times.tail, out);
 }
 
 void Schedule::makespans(const LaneTimes& times, std::vector<double>& scratch, std::span<double, kLanes> out) const {
@@ -166,7 +176,7 @@ void Schedule::makespans(const LaneTimes& times, std::vector<double>& scratch, s
   run_lanes(nodes_.data(), nodes_.size(), stages_, times.forward.data(), times.backward.data(),
             transfers ? times.forward_transfer.data() : nullptr, transfers ? times.backward_transfer.data() : nullptr,
             /*transfers_by_lane=*/true, scratch.data());
-  latest_ends(scratch.data(), times.tail, out);
+  latest_ends(scratch.data(), times.backward, times.tail, out);
 }
 
 double Schedule::critical_path(const PipelineTimes& times, std::span<const int> order, std::vector<int>& chain) const {
@@ -177,7 +187,7 @@ double Schedule::critical_path(const PipelineTimes& times, std::span<const int> 
   int32_t at = -1;
   double latest = -1;
   for (size_t s = 0; s < last_node_.size(); ++s) {
-    const double finish = end[static_cast<size_t>(last_node_[s])] + (times.tail.empty() ? 0.0 : times.tail[s]);
+    const double finish = end[static_cast<size_t>(last_node_[s])] + tail_of(s, times, order);
     if (finish > latest) {
       latest = finish;
       at = last_node_[s];
@@ -208,8 +218,7 @@ void Schedule::slacks(const PipelineTimes& times, std::span<const int> order, do
   const double* end = buffer.data() + 1;
   double* latest = buffer.data() + nodes_.size() + 1;
   std::fill_n(latest, nodes_.size(), deadline);
-  for (size_t s = 0; s < last_node_.size(); ++s)
-    if (!times.tail.empty()) latest[last_node_[s]] -= times.tail[s];
+  for (size_t s = 0; s < last_node_.size(); ++s) latest[last_node_[s]] -= tail_of(s, times, order);
   std::fill(slack.begin(), slack.end(), deadline);
   for (size_t id = nodes_.size(); id-- > 0;) {
     const Node& node = nodes_[id];
@@ -234,8 +243,7 @@ ScheduleResult Schedule::analyze(const PipelineTimes& times, std::span<const int
   const double* end = buffer.data() + 1;
   // Latest ends, backwards through the graph.
   std::vector<double> latest(nodes_.size(), result.makespan);
-  for (size_t s = 0; s < last_node_.size(); ++s)
-    if (!times.tail.empty()) latest[static_cast<size_t>(last_node_[s])] -= times.tail[s];
+  for (size_t s = 0; s < last_node_.size(); ++s) latest[static_cast<size_t>(last_node_[s])] -= tail_of(s, times, order);
   double busy = 0;
   result.operations.resize(nodes_.size());
   for (size_t id = nodes_.size(); id-- > 0;) {

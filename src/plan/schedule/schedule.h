@@ -1,11 +1,23 @@
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
 #include <memory>
 #include <span>
 #include <vector>
 
 namespace sb {
+
+// What comes after the last backward of a stage: its gradients are summed over the replicas while that backward makes
+// them, then its weights are gathered. `least` is left over however long the backward takes; otherwise it takes `all`
+// less the share of the backward that something could hide behind.
+struct StageTail {
+  double least = 0, all = 0, hidden = 0;
+  StageTail() = default;
+  StageTail(double fixed) : least(fixed), all(fixed) {}
+  StageTail(double least_us, double all_us, double hidden_share) : least(least_us), all(all_us), hidden(hidden_share) {}
+  double after(double backward) const { return std::max(least, all - hidden * backward); }
+};
 
 // Durations of one pipeline (one data-parallel rank), indexed [micro-batch · stages + stage], microseconds. With one
 // stage this is plain data parallelism: forward and backward of each micro-batch in turn.
@@ -17,8 +29,8 @@ struct PipelineTimes {
   // gradient from the one after (0 for the last; below 0 where that one sends it before its backward ends). Empty:
   // free. Transfers run beside the computation.
   std::vector<double> forward_transfer, backward_transfer;
-  // After the last backward of a stage: the gradient reduction. Empty: free.
-  std::vector<double> tail;
+  // Of every stage. Empty: free.
+  std::vector<StageTail> tail;
 
   size_t at(int micro_batch, int stage) const {
     return static_cast<size_t>(micro_batch) * static_cast<size_t>(stages) + static_cast<size_t>(stage);
@@ -70,7 +82,8 @@ class Schedule {
                  std::vector<double>& scratch, std::span<double, kLanes> out) const;
   // The same where transfers differ, too, indexed like the durations; without any where they are empty.
   struct LaneTimes {
-    std::vector<double> forward, backward, forward_transfer, backward_transfer, tail;
+    std::vector<double> forward, backward, forward_transfer, backward_transfer;
+    std::vector<StageTail> tail;
   };
   void makespans(const LaneTimes& times, std::vector<double>& scratch, std::span<double, kLanes> out) const;
   // The same with everything in it.
@@ -95,7 +108,10 @@ class Schedule {
   template <bool kTransfers>
   double run(const PipelineTimes& times, std::span<const int> order, double* end) const;
   double run(const PipelineTimes& times, std::span<const int> order, double* end) const;
-  void latest_ends(const double* ends, std::span<const double> tail, std::span<double, kLanes> out) const;
+  // What follows the last backward of a stage.
+  double tail_of(size_t stage, const PipelineTimes& times, std::span<const int> order) const;
+  void latest_ends(const double* ends, std::span<const double> backward, std::span<const StageTail> tail,
+                   std::span<double, kLanes> out) const;
 
   int stages_, micro_batches_;
   std::vector<Node> nodes_;         // topological

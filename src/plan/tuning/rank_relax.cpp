@@ -15,8 +15,13 @@ bool RankTuner::add_critical_path(double deadline) {
   if (programme_->rows() >= kRows) return false;
   schedule_.critical_path(times_, order_, chain_);
   std::fill(row_.begin(), row_.end(), 0.0);
-  double fixed = 0;
   const auto& nodes = schedule_.nodes();
+  // What follows the last backward of the path's stage: so much, or so much less than that backward's share.
+  const auto& last = nodes[static_cast<size_t>(chain_.back())];
+  const StageTail tail = times_.tail.empty() ? StageTail() : times_.tail[static_cast<size_t>(last.stage)];
+  const double took = times_.backward[times_.at(order_[static_cast<size_t>(last.position)], last.stage)];
+  const bool hides = tail.all - tail.hidden * took > tail.least;
+  double fixed = hides ? tail.all : tail.least;
   int previous = -1;
   for (int id : chain_) {
     const auto& node = nodes[static_cast<size_t>(id)];
@@ -24,17 +29,17 @@ bool RankTuner::add_critical_path(double deadline) {
     const Variable& v = variables_[at];
     const StageCurve& curve = curves_[static_cast<size_t>(v.curve)];
     const auto& values = node.backward ? curve.backward : curve.forward;
-    fixed += (node.backward ? v.fixed_backward : v.fixed_forward) +
-             v.scale * values[static_cast<size_t>(curve.corners.front())];
+    const double share = hides && id == chain_.back() ? 1 - tail.hidden : 1.0, scale = share * v.scale;
+    fixed += share * (node.backward ? v.fixed_backward : v.fixed_forward) +
+             scale * values[static_cast<size_t>(curve.corners.front())];
     for (size_t c = 1; c < curve.corners.size(); ++c)
       row_[static_cast<size_t>(v.first_column) + c - 1] +=
-          v.scale * (values[static_cast<size_t>(curve.corners[c])] - values[static_cast<size_t>(curve.corners[c - 1])]);
+          scale * (values[static_cast<size_t>(curve.corners[c])] - values[static_cast<size_t>(curve.corners[c - 1])]);
     // Reached over the transfer, not over the stage's own order.
     if (!times_.forward_transfer.empty() && node.dependency == previous && node.previous != previous && previous >= 0)
       fixed += node.backward ? times_.backward_transfer[at] : times_.forward_transfer[at];
     previous = id;
   }
-  if (!times_.tail.empty()) fixed += times_.tail[static_cast<size_t>(nodes[static_cast<size_t>(chain_.back())].stage)];
   // A path that the programme holds already: what is left over is the bend of the curves between corners.
   double planned = fixed;
   for (size_t j = 0; j < row_.size(); ++j) planned += row_[j] * programme_->x(static_cast<int>(j));

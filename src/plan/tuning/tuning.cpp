@@ -115,7 +115,7 @@ PipelineTimes empty_times(const CostModel& cost, int micro_batches, bool split) 
     times.backward_transfer.resize(size);
   }
   if (cost.layout().comm)
-    for (int s = 0; s < times.stages; ++s) times.tail.push_back(cost.reduction(s));
+    for (int s = 0; s < times.stages; ++s) times.tail.push_back(cost.tail(s));
   return times;
 }
 

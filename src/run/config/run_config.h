@@ -85,6 +85,7 @@ struct BalanceOptions {
   bool adapt = true;
   int64_t compare_steps = 0;      // every so many steps the same batch also runs in order, to be timed; 0: never
   std::filesystem::path profile;  // or the name of a built-in one
+  std::filesystem::path links;    // measured between ranks; empty: those of the profile
   std::filesystem::path replay;   // plan.jsonl of another run
 };
 

@@ -84,6 +84,9 @@ void add_balance_options(OptionTable& table, BalanceOptions& balance) {
   table.path("balance.profile", &balance.profile,
              "latency profile: a file written by `sparsebalance profile`, or a built-in one: h200 (measured, for "
              "Qwen2.5-0.5B and 3B), h200-analytic, h100-analytic, a100-analytic, h20-analytic");
+  table.path("balance.links", &balance.links,
+             "links between ranks, measured by `sparsebalance profile --links`, by which communication is predicted; "
+             "empty: those of balance.profile");
   table.path("balance.replay", &balance.replay,
              "plan.jsonl of another run, whose plans are reused; it must cover every step up to train.max_steps; "
              "empty: make new plans");
@@ -192,6 +195,9 @@ void check_balance(const RunConfig& config, const OptionTable& table) {
                 "{}: cannot be combined with balance.chunk, for which no memory is planned to run whole sequences in "
                 "order; remove one of the two",
                 table.label("balance.compare_steps"));
+  SB_USER_CHECK(balance.links.empty() || wants_balancing(balance),
+                "{}: nothing is predicted, because nothing is balanced; set balance.batching, or remove it",
+                table.label("balance.links"));
   check_chunk(config, table);
   check_recompute(config, table);
   check_offload(config, table);

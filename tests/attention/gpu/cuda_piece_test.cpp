@@ -171,7 +171,9 @@ TEST_F(CudaPieceTest, PiecesGiveWhatTheWholeGives) {
       {window, kMoments, 2, 2, 64, 128, 2300, 512}, {topk, kPlanes, 16, 2, 128, 128, 4000, 1024},
       {topk, kMoments, 66, 1, 64, 128, 1300, 256},  {mass, kPlanes, 8, 2, 64, 128, 2300, 512},
   };
-  const bool software = test::on_software_device();
+  const bool software = test::smaller_on_software_device(
+      "a quarter of the tokens; portable and deterministic kernels and fp32 in the second layer and scattered pages "
+      "only");
   for (Case c : cases) {
     // A software device has a quarter of the tokens, in as many pieces where these are whole blocks.
     if (software) {

@@ -205,9 +205,9 @@ TEST_F(CudaAttentionTest, MeasuresCoverageLikeTheCpu) {
     options.attention.coverage_rows = 7;
     const auto attention = make_cuda_attention(options);
     const AttentionShape shape{c.heads, 2, 64, 0.125f};
-    const auto cu = sized<std::vector<int32_t>>(
-        {0, 3001, 3001, 3004, 3600, 6600},
-        {0, 1101, 1101, 1104, 1400, 2600});  // the empty one is not measured, short ones dense
+    const auto cu =
+        sized<std::vector<int32_t>>({0, 3001, 3001, 3004, 3600, 6600},
+                                    {0, 601, 601, 604, 900, 1600});  // the empty one is not measured, short ones dense
     const CudaOperands in(shape, cu.back(), c.dtype, 3);
     BlockIndex index;
     run(*attention, in, {cu, {}}, c.dtype, &index, 1);

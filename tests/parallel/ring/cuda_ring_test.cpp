@@ -162,7 +162,7 @@ TEST_P(CudaRing, GivenListsEqualTheDefinition) {
   const AttentionCase c = rounded({shape_of(4, 2, 64), lengths(), 4});
   for (const SelectionPattern pattern : {SelectionPattern::topk, SelectionPattern::vertical_slash}) {
     SelectionConfig config = config_of(pattern);
-    if (test::on_software_device()) {
+    if (test::smaller_on_software_device("a budget of 256 tokens and 2 slashes")) {
       config.budget = config.dense_below = 256;
       config.slash_cap = 2;
     }
@@ -278,7 +278,7 @@ INSTANTIATE_TEST_SUITE_P(
 TEST_P(CudaRingSelections, AreThoseOfOneGpu) {
   const auto& [dtype, pattern] = GetParam();
   const int32_t times = pattern.block == 256 ? 2 : 1;  // blocks enough to select among
-  const bool small = test::on_software_device();
+  const bool small = test::smaller_on_software_device("900 tokens for 1900 and 260 for 1240, three ranks only");
   const auto [longest, second] = small ? std::pair(900, 260) : std::pair(1900, 1240);
   const AttentionCase c = rounded({shape_of(4, 2, 64), {longest * times, 3, 129, second * times, 257}, 6});
   SelectionConfig config = config_of(pattern.pattern);
@@ -385,94 +385,114 @@ TEST_P(CudaRing, ScratchIsUsedAsPlanned) {
   }
 }
 
-// Micro-batches of ever-changing lengths and budgets: after the first step nothing is allocated.
-TEST_P(CudaRing, StepsTakeNoMemory) {
+struct MemoryCase {
+  SelectionPattern pattern;
+  int64_t budget, dense_below;
+  int lowest;  // budget of a sequence
+  int query_block = 16;
+};
+
+int64_t longest_of_steps() {
+  return test::sized(8192, 384);
+}
+
+// What had been allocated after the first of several steps with micro-batches of ever-changing lengths and budgets, and
+// after the last.
+std::pair<cuda::Allocations, cuda::Allocations> allocations_of_steps(const MemoryCase& kind, DType dtype,
+                                                                     bool lists_on_device) {
   constexpr int kRanks = 2, kLayers = 3;
   const int steps = test::sized(20, 12);
-  const int64_t whole = test::sized(8192, 384);
+  const int64_t whole = longest_of_steps();
   const AttentionShape s = shape_of(4, 2, 64);
-  struct Kind {
-    SelectionPattern pattern;
-    int64_t budget, dense_below;
-    int lowest;  // budget of a sequence
-    int query_block = 16;
-  };
-  for (const Kind& kind :
-       {Kind{SelectionPattern::dense, 640, -1, 640},
+  RingAttention::Options options{config_of(kind.pattern), kLayers};
+  options.selection.budget = kind.budget;
+  options.selection.dense_below = kind.dense_below;
+  options.selection.query_block = kind.query_block;
+  options.dtype = dtype;
+  options.lists_on_device = lists_on_device;
+  if (kind.pattern != SelectionPattern::dense) {
+    options.largest_budget = std::max<int64_t>(2048, kind.budget);
+    options.selection.dense_layers = {1};
+  }
+  cuda::Allocations before, after = {-1, -1};
+  run_thread_ranks(kRanks, [&](Communicator& world) {
+    ThreadPool pool(1);
+    const DeviceContext context(DeviceKind::cuda, pool);
+    const auto group = world.split(0, world.rank(), "cp");
+    const auto data = make_staged_communicator(world, {DeviceKind::cuda, context.exec().stream}, 1 << 16);
+    const auto ring = make_cuda_ring_attention(*group, *data, options);
+    const int64_t most = ContextLayout::most_tokens(kRanks, options.selection.block, whole, whole / 64);
+    const Shape queries = {most, s.heads, s.head_dim}, keys = {most, s.kv_heads, s.head_dim};
+    const std::vector<float> ones(static_cast<size_t>(queries.elements()), 1.0f);
+    const DeviceTensor q(options.dtype, queries, ones), k(options.dtype, keys, ones), v(options.dtype, keys, ones),
+        dout(options.dtype, queries, ones), out(options.dtype, queries), dq(options.dtype, queries),
+        dk(options.dtype, keys), dv(options.dtype, keys), lse(DType::f32, {s.heads, most});
+    Arena scratch = make_arena("scratch", ring->scratch_bytes(s, most, 1), DeviceKind::cuda);
+    Exec exec = context.exec();
+    exec.scratch = &scratch;
+    std::vector<std::unique_ptr<AttentionState>> states;
+    for (int layer = 0; layer < kLayers; ++layer) states.push_back(ring->make_state());
+    ring->reserve(s, most, options.dtype, states);
+    Random random(7);  // the same lengths and budgets on all ranks
+    for (int step = 0; step < steps; ++step) {
+      std::vector<int32_t> cu_seqlens = {0};
+      const int64_t end = step == 9 ? whole : 1 + static_cast<int64_t>(random.below(whole));
+      while (cu_seqlens.back() < end && std::ssize(cu_seqlens) <= whole / 64) {
+        const auto left = static_cast<uint64_t>(end - cu_seqlens.back());
+        cu_seqlens.push_back(cu_seqlens.back() + (step == 9    ? static_cast<int32_t>(left)
+                                                  : step == 11 ? std::min(64, static_cast<int32_t>(left))
+                                                               : 1 + static_cast<int32_t>(random.below(left))));
+      }
+      const ContextLayout layout(options.placement, kRanks, options.selection.block, cu_seqlens);
+      const std::vector<int32_t> local = layout.local_cu_seqlens(world.rank());
+      EXPECT_LE(local.back(), most);
+      const auto part = [&](const DeviceTensor& of) {
+        const TensorView& view = of.view();
+        return TensorView(view.raw(), view.dtype(), {local.back(), view.dim(1), view.dim(2)}, DeviceKind::cuda);
+      };
+      const AttentionOperands operands{
+          part(q), part(k), part(v), part(out),
+          TensorView(lse.view().raw(), DType::f32, {s.heads, local.back()}, DeviceKind::cuda)};
+      std::vector<std::vector<int32_t>> budgets(kLayers);
+      for (std::vector<int32_t>& of : budgets)
+        for (size_t i = 0; i + 1 < cu_seqlens.size(); ++i)
+          of.push_back(kind.lowest + 128 * static_cast<int32_t>(random.below(12)));
+      const auto sequences = [&](int layer) {
+        return PackedSequences{local, budgets[static_cast<size_t>(layer)], cu_seqlens};
+      };
+      for (int layer = 0; layer < kLayers; ++layer)
+        ring->forward(exec, layer, s, sequences(layer), operands, *states[static_cast<size_t>(layer)], false);
+      for (int layer = kLayers - 1; layer >= 0; --layer)
+        ring->backward(exec, layer, s, sequences(layer), operands, {part(dout), part(dq), part(dk), part(dv)},
+                       *states[static_cast<size_t>(layer)]);
+      context.synchronize();
+      data->barrier();
+      if (world.rank() == 0 && step == 0) before = cuda::allocations();
+      world.barrier();
+    }
+    if (world.rank() == 0) after = cuda::allocations();
+  });
+  return {before, after};
+}
+
+TEST_P(CudaRing, StepsTakeNoMemory) {
+  const int64_t whole = longest_of_steps();
+  for (const MemoryCase& kind :
+       {MemoryCase{SelectionPattern::dense, 640, -1, 640},
         {SelectionPattern::topk, 640, -1, 640},
         {SelectionPattern::topk, 2 * whole, 0, 1, 4}}) {  // it covers everything, but lower ones do not
     SCOPED_TRACE(fmt::format("pattern {} budget {}", static_cast<int>(kind.pattern), kind.budget));
-    RingAttention::Options options{config_of(kind.pattern), kLayers};
-    options.selection.budget = kind.budget;
-    options.selection.dense_below = kind.dense_below;
-    options.selection.query_block = kind.query_block;
-    options.dtype = GetParam();
-    options.lists_on_device = true;
-    if (kind.pattern != SelectionPattern::dense) {
-      options.largest_budget = std::max<int64_t>(2048, kind.budget);
-      options.selection.dense_layers = {1};
-    }
-    cuda::Allocations before, after = {-1, -1};
-    run_thread_ranks(kRanks, [&](Communicator& world) {
-      ThreadPool pool(1);
-      const DeviceContext context(DeviceKind::cuda, pool);
-      const auto group = world.split(0, world.rank(), "cp");
-      const auto data = make_staged_communicator(world, {DeviceKind::cuda, context.exec().stream}, 1 << 16);
-      const auto ring = make_cuda_ring_attention(*group, *data, options);
-      const int64_t most = ContextLayout::most_tokens(kRanks, options.selection.block, whole, whole / 64);
-      const Shape queries = {most, s.heads, s.head_dim}, keys = {most, s.kv_heads, s.head_dim};
-      const std::vector<float> ones(static_cast<size_t>(queries.elements()), 1.0f);
-      const DeviceTensor q(options.dtype, queries, ones), k(options.dtype, keys, ones), v(options.dtype, keys, ones),
-          dout(options.dtype, queries, ones), out(options.dtype, queries), dq(options.dtype, queries),
-          dk(options.dtype, keys), dv(options.dtype, keys), lse(DType::f32, {s.heads, most});
-      Arena scratch = make_arena("scratch", ring->scratch_bytes(s, most, 1), DeviceKind::cuda);
-      Exec exec = context.exec();
-      exec.scratch = &scratch;
-      std::vector<std::unique_ptr<AttentionState>> states;
-      for (int layer = 0; layer < kLayers; ++layer) states.push_back(ring->make_state());
-      ring->reserve(s, most, options.dtype, states);
-      Random random(7);  // the same lengths and budgets on all ranks
-      for (int step = 0; step < steps; ++step) {
-        std::vector<int32_t> cu_seqlens = {0};
-        const int64_t end = step == 9 ? whole : 1 + static_cast<int64_t>(random.below(whole));
-        while (cu_seqlens.back() < end && std::ssize(cu_seqlens) <= whole / 64) {
-          const auto left = static_cast<uint64_t>(end - cu_seqlens.back());
-          cu_seqlens.push_back(cu_seqlens.back() + (step == 9    ? static_cast<int32_t>(left)
-                                                    : step == 11 ? std::min(64, static_cast<int32_t>(left))
-                                                                 : 1 + static_cast<int32_t>(random.below(left))));
-        }
-        const ContextLayout layout(options.placement, kRanks, options.selection.block, cu_seqlens);
-        const std::vector<int32_t> local = layout.local_cu_seqlens(world.rank());
-        EXPECT_LE(local.back(), most);
-        const auto part = [&](const DeviceTensor& of) {
-          const TensorView& view = of.view();
-          return TensorView(view.raw(), view.dtype(), {local.back(), view.dim(1), view.dim(2)}, DeviceKind::cuda);
-        };
-        const AttentionOperands operands{
-            part(q), part(k), part(v), part(out),
-            TensorView(lse.view().raw(), DType::f32, {s.heads, local.back()}, DeviceKind::cuda)};
-        std::vector<std::vector<int32_t>> budgets(kLayers);
-        for (std::vector<int32_t>& of : budgets)
-          for (size_t i = 0; i + 1 < cu_seqlens.size(); ++i)
-            of.push_back(kind.lowest + 128 * static_cast<int32_t>(random.below(12)));
-        const auto sequences = [&](int layer) {
-          return PackedSequences{local, budgets[static_cast<size_t>(layer)], cu_seqlens};
-        };
-        for (int layer = 0; layer < kLayers; ++layer)
-          ring->forward(exec, layer, s, sequences(layer), operands, *states[static_cast<size_t>(layer)], false);
-        for (int layer = kLayers - 1; layer >= 0; --layer)
-          ring->backward(exec, layer, s, sequences(layer), operands, {part(dout), part(dq), part(dk), part(dv)},
-                         *states[static_cast<size_t>(layer)]);
-        context.synchronize();
-        data->barrier();
-        if (world.rank() == 0 && step == 0) before = cuda::allocations();
-        world.barrier();
-      }
-      if (world.rank() == 0) after = cuda::allocations();
-    });
+    const auto [before, after] = allocations_of_steps(kind, GetParam(), true);
     EXPECT_EQ(after.device, before.device);
     EXPECT_EQ(after.host, before.host);
   }
+}
+
+// Not as it should be (docs/architecture.md, Memory): lists that come from the host take memory in every step. Where
+// they do not any more, this belongs to the test above.
+TEST_P(CudaRing, StepsWithListsOfTheHostStillTakeMemory) {
+  const auto [before, after] = allocations_of_steps({SelectionPattern::topk, 640, -1, 640}, GetParam(), false);
+  EXPECT_GT(after.device, before.device);
 }
 
 }  // namespace

@@ -58,9 +58,7 @@ cublasStatus_t refused(cublasStatus_t status, const char* format, ...) __attribu
 cublasStatus_t refused(cublasStatus_t status, const char* format, ...) {
   va_list list;
   va_start(list, format);
-  std::fprintf(stderr, "softgpu: refused: cuBLASLt: ");
-  std::vfprintf(stderr, format, list);
-  std::fprintf(stderr, "\n");
+  say_refused("cuBLASLt: ", format, list);
   va_end(list);
   return status;
 }

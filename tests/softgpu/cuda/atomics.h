@@ -8,6 +8,7 @@
 #include <type_traits>
 
 #include "softgpu/cuda/engine.h"
+#include "softgpu/interface/sanitizers.h"
 
 namespace softgpu {
 
@@ -16,6 +17,7 @@ T fetch(T* at, Change change) {
   if (reinterpret_cast<uintptr_t>(at) % sizeof(T) != 0)
     fail("an atomic operation at %p, not aligned", static_cast<void*>(at));
   using Bits = std::conditional_t<sizeof(T) == 8, uint64_t, std::conditional_t<sizeof(T) == 2, uint16_t, uint32_t>>;
+  if constexpr (kThreadSanitizer) note_atomic(at);
   auto* bits = reinterpret_cast<Bits*>(at);
   const T was = std::bit_cast<T>(__atomic_load_n(bits, __ATOMIC_RELAXED));
   __atomic_store_n(bits, std::bit_cast<Bits>(change(was)), __ATOMIC_RELAXED);
@@ -53,9 +55,13 @@ T atomicCAS(T* at, std::type_identity_t<T> expected, std::type_identity_t<T> val
   return softgpu::fetch(at, [&](T was) { return was == expected ? value : was; });
 }
 
-// Memory has one order here, in which everything is seen as it is written.
-inline void __threadfence() {}
-inline void __threadfence_block() {}
+// Memory has one order here, in which everything is seen as it is written. The thread sanitizer knows of fences.
+inline void __threadfence() {
+  softgpu::fence();
+}
+inline void __threadfence_block() {
+  softgpu::fence();
+}
 
 template <typename T>
 T __ldg(const T* at) {

@@ -21,6 +21,9 @@ namespace softgpu {
 int lane();
 // A thread that reads memory again and again until another block writes it goes on when all others have had a turn.
 void spin();
+// For the thread sanitizer: a fence of memory, and an atomic operation.
+void fence();
+void note_atomic(const void* at);
 // Programmatic dependent launch.
 void wait_for_previous_kernel();
 void launch_next_kernel();
@@ -83,9 +86,11 @@ struct Product {
   uint64_t a, b;          // descriptors of operands in shared memory
   int columns;
   bool transposed_a, transposed_b, accumulate;
-  bool half;  // of 16-bit floats with sums of 16 bits; else bf16 with sums of fp32
+  bool half;            // of 16-bit floats with sums of 16 bits; else bf16 with sums of fp32
+  bool unused = false;  // its result: it may read what is being written
 };
 void product(const Product& product);
+void results_unused(bool from_here);
 void product_commit();
 void product_wait(int groups_left);
 void multiply_bf16(float* c, const uint32_t* a, uint32_t b0, uint32_t b1);  // c[16 × 8] += a·b

@@ -1,7 +1,6 @@
 #include "softgpu/driver/encode_tensor_map.h"
 
 #include <cstdarg>
-#include <cstdio>
 #include <cstring>
 
 #include "softgpu/interface/kernel.h"
@@ -17,9 +16,7 @@ CUresult refused(const char* format, ...) __attribute__((format(printf, 1, 2)));
 CUresult refused(const char* format, ...) {
   va_list list;
   va_start(list, format);
-  std::fprintf(stderr, "softgpu: refused: a tensor map ");
-  std::vfprintf(stderr, format, list);
-  std::fprintf(stderr, "\n");
+  say_refused("a tensor map ", format, list);
   va_end(list);
   return CUDA_ERROR_INVALID_VALUE;
 }

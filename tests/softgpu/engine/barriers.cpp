@@ -20,6 +20,8 @@ Barrier& named_barrier(int id, int threads) {
   Barrier& barrier = engine.block->barriers[id];
   if (barrier.threads != 0 && barrier.threads != threads)
     fail("barrier %d is waited at by %d threads and by %d", id, barrier.threads, threads);
+  if (barrier.threads == 0 && barrier.arrived > 0)
+    fail("barrier %d is waited at by %d threads and by __syncthreads", id, threads);
   if (threads > static_cast<int>(engine.block->threads.size()))
     fail("barrier %d of %d threads in a block of %zu", id, threads, engine.block->threads.size());
   barrier.threads = threads;
@@ -52,8 +54,10 @@ const char* name_of(Together what) {
 }  // namespace
 
 void sync_block() {
+  const Quiet quiet;
   Block& block = *engine.block;
   Barrier& barrier = block.barriers[0];
+  if (barrier.threads != 0) fail("barrier 0 is waited at by %d threads and by __syncthreads", barrier.threads);
   happened_before(&barrier);
   if (++barrier.arrived == block.alive) {
     open_barrier(barrier);
@@ -65,6 +69,7 @@ void sync_block() {
 }
 
 void named_sync(int id, int threads) {
+  const Quiet quiet;
   Barrier& barrier = named_barrier(id, threads);
   happened_before(&barrier);
   if (++barrier.arrived == threads) {
@@ -77,6 +82,7 @@ void named_sync(int id, int threads) {
 }
 
 void named_arrive(int id, int threads) {
+  const Quiet quiet;
   Barrier& barrier = named_barrier(id, threads);
   happened_before(&barrier);
   if (++barrier.arrived == threads) open_barrier(barrier);
@@ -136,19 +142,17 @@ Given collect(uint32_t mask, const void* value, size_t bytes, Together what) {
 }
 
 Given collect(uint32_t mask, const void* value, size_t bytes, Together what, void (*last)(unsigned char (*given)[32])) {
+  const Quiet quiet;
   Thread& self = *engine.self;
   Warp& warp = engine.block->warps[static_cast<size_t>(self.warp)];
   mask = checked_mask(mask, warp);
   Collective& here = open_collective(warp, mask, what);
   if (bytes > 0) std::memcpy(here.given[self.lane], value, bytes);
   here.arrived |= 1u << self.lane;
-  happened_before(&here);
+  // Of all of these only __syncwarp orders memory.
+  if (what == Together::sync) happened_before(&here);
   if (here.arrived == mask) {
-    if (last != nullptr) {
-      happens_after(&here);
-      last(here.given);
-      happened_before(&here);
-    }
+    if (last != nullptr) last(here.given);
     warp.open.erase(std::find(warp.open.begin(), warp.open.end(), &here));
     here.readers = __builtin_popcount(mask);
     Thread* const* lanes = &engine.block->threads[static_cast<size_t>(self.warp) * 32];
@@ -156,7 +160,7 @@ Given collect(uint32_t mask, const void* value, size_t bytes, Together what, voi
   } else {
     wait_for(Waits::collective, mask, static_cast<uint32_t>(what));
   }
-  happens_after(&here);
+  if (what == Together::sync) happens_after(&here);
   // It is used again once all have come here, and each reads what was given before anybody else runs.
   if (--here.readers == 0) warp.free.push_back(&here);
   return here.given;
@@ -206,14 +210,18 @@ void settle(Block& block, uint32_t at, MemoryBarrier& barrier, int pending, int6
 }  // namespace
 
 void mbarrier_init(uint32_t at, uint32_t arrivals) {
+  const Quiet quiet;
   if (arrivals == 0 || arrivals > MemoryBarrier::kMostArrivals) fail("a barrier of %u arrivals", arrivals);
   auto* barrier = static_cast<MemoryBarrier*>(from_window(at, 8));
+  writes(barrier, 8);
   barrier->set(0, static_cast<int>(arrivals), static_cast<int>(arrivals), 0);
 }
 
 void mbarrier_arrive(uint32_t at, uint32_t expected_bytes) {
+  const Quiet quiet;
   Block& block = *engine.block;
   MemoryBarrier& barrier = barrier_at(block, at);
+  reads(&barrier, 8);  // that it is one
   happened_before(&barrier);
   settle(block, at, barrier, barrier.pending() - 1, barrier.bytes() + expected_bytes);
 }
@@ -224,7 +232,9 @@ void mbarrier_receive(Block& block, uint32_t at, uint32_t bytes) {
 }
 
 void mbarrier_wait(uint32_t at, uint32_t parity) {
+  const Quiet quiet;
   Block& block = *engine.block;
+  reads(&barrier_at(block, at), 8);
   for (;;) {
     const MemoryBarrier& barrier = barrier_at(block, at);
     if (barrier.phase() != parity) {

@@ -77,6 +77,8 @@ void load_bytes(const Copy& copy) {
 }
 
 void run(const Copy& copy) {
+  const Worker::Turn turn(next_worker());
+  happens_after(copy.issued);
   (copy.tensor ? load_box : load_bytes)(copy);
   happened_before(copy.block->memory.at(copy.barrier, 8));
   mbarrier_receive(*copy.block, copy.barrier, copy.tensor ? box_bytes(copy.map) : copy.bytes);
@@ -95,11 +97,14 @@ void start(const Copy& copy) {
 
 void read(const Block& block, Sum& sum) {
   if (!sum.read.empty()) return;
+  const Worker::Turn turn(next_worker());
+  happens_after(sum.issued);
   if (!sum.tensor) {
     const unsigned char* from = block.memory.at(sum.from, sum.bytes);
     reads(from, sum.bytes);
     sum.read.resize(sum.bytes / sizeof(float));
     std::memcpy(sum.read.data(), from, sum.bytes);
+    happened_before(sum.issued);
     return;
   }
   sum.read.resize(box_bytes(sum.map) / sizeof(float));
@@ -108,6 +113,7 @@ void read(const Block& block, Sum& sum) {
     reads(from, 16);
     std::memcpy(&sum.read[b / sizeof(float)], from, 16);
   }
+  happened_before(sum.issued);
 }
 
 void add(float* to, const float* from, size_t bytes) {
@@ -118,20 +124,25 @@ void add(float* to, const float* from, size_t bytes) {
     const float sum = std::bit_cast<float>(bits) + from[i];
     __atomic_store_n(reinterpret_cast<uint32_t*>(to + i), std::bit_cast<uint32_t>(sum), __ATOMIC_RELAXED);
   }
-#ifdef SOFTGPU_ASAN
-  writes(to, bytes);
-#endif
+  adds(to, bytes / sizeof(float));
 }
 
-void write(const Sum& sum) {
-  if (!sum.tensor) return add(sum.to, sum.read.data(), sum.bytes);
-  each_row(sum.map, sum.x, sum.y, sum.z, 0, [&](unsigned char* to, uint32_t at, uint32_t inside) {
-    if (inside > 0) add(reinterpret_cast<float*>(to), &sum.read[at / sizeof(float)], inside);
-  });
+void write(const Block& block, const Sum& sum) {
+  const Worker::Turn turn(next_worker());
+  happens_after(sum.issued);
+  if (!sum.tensor) {
+    add(sum.to, sum.read.data(), sum.bytes);
+  } else {
+    each_row(sum.map, sum.x, sum.y, sum.z, 0, [&](unsigned char* to, uint32_t at, uint32_t inside) {
+      if (inside > 0) add(reinterpret_cast<float*>(to), &sum.read[at / sizeof(float)], inside);
+    });
+  }
+  ends_with_kernel(block);
 }
 
 void start(Sum&& sum) {
   Thread& thread = *engine.self;
+  sum.issued = issue();
   if (happens_now()) read(*thread.block, sum);
   thread.sums.push_back(std::move(sum));
   ++thread.open_sums;
@@ -146,13 +157,16 @@ size_t sums_of(const Thread& thread, size_t groups) {
 // The first `groups` groups have read their shared memory.
 void read_groups(Thread& thread, size_t groups) {
   const size_t count = sums_of(thread, groups);
-  for (size_t i = 0; i < count; ++i) read(*thread.block, thread.sums[i]);
+  for (size_t i = 0; i < count; ++i) {
+    read(*thread.block, thread.sums[i]);
+    happens_after(thread.sums[i].issued);
+  }
 }
 
 // And are added.
 void write_groups(Thread& thread, size_t groups) {
   const size_t count = sums_of(thread, groups);
-  for (size_t i = 0; i < count; ++i) write(thread.sums[i]);
+  for (size_t i = 0; i < count; ++i) write(*thread.block, thread.sums[i]);
   thread.sums.erase(thread.sums.begin(), thread.sums.begin() + static_cast<std::ptrdiff_t>(count));
   thread.sum_groups.erase(thread.sum_groups.begin(), thread.sum_groups.begin() + static_cast<std::ptrdiff_t>(groups));
 }
@@ -188,6 +202,7 @@ void finish_copies(Block& block) {
 // --- as kernels call it ----------------------------------------------------------------------------------------------
 
 void tensor_load(uint32_t to, const CUtensorMap* map, int x, int y, int z, uint32_t barrier) {
+  const Quiet quiet;
   Copy copy{.block = engine.block,
             .tensor = true,
             .map = read_map(map),
@@ -197,12 +212,14 @@ void tensor_load(uint32_t to, const CUtensorMap* map, int x, int y, int z, uint3
             .from = nullptr,
             .to = to,
             .bytes = 0,
-            .barrier = barrier};
+            .barrier = barrier,
+            .issued = issue()};
   check_box(copy.map, to);
   start(copy);
 }
 
 void bulk_load(uint32_t to, const void* from, uint32_t bytes, uint32_t barrier) {
+  const Quiet quiet;
   if (to % 16 != 0 || bytes % 16 != 0 || reinterpret_cast<uintptr_t>(from) % 16 != 0)
     fail("a copy of %u bytes from %p to %x of shared memory: not in pieces of 16", bytes, from, to);
   if (engine.block->memory.at(to, bytes) == nullptr) fail("a copy of %u bytes to %x, beyond shared memory", bytes, to);
@@ -215,18 +232,30 @@ void bulk_load(uint32_t to, const void* from, uint32_t bytes, uint32_t barrier) 
              .from = from,
              .to = to,
              .bytes = bytes,
-             .barrier = barrier});
+             .barrier = barrier,
+             .issued = issue()});
 }
 
 void bulk_add(float* to, uint32_t from, uint32_t bytes) {
+  const Quiet quiet;
   if (from % 16 != 0 || bytes % 16 != 0 || reinterpret_cast<uintptr_t>(to) % 16 != 0)
     fail("a sum of %u bytes at %x of shared memory to %p: not in pieces of 16", bytes, from, static_cast<void*>(to));
   if (engine.block->memory.at(from, bytes) == nullptr)
     fail("a sum of %u bytes at %x, beyond shared memory", bytes, from);
-  start(Sum{.tensor = false, .map = {}, .x = 0, .y = 0, .z = 0, .to = to, .from = from, .bytes = bytes, .read = {}});
+  start(Sum{.tensor = false,
+            .map = {},
+            .x = 0,
+            .y = 0,
+            .z = 0,
+            .to = to,
+            .from = from,
+            .bytes = bytes,
+            .read = {},
+            .issued = nullptr});
 }
 
 void tensor_add(const CUtensorMap* map, int x, int y, int z, uint32_t from) {
+  const Quiet quiet;
   Sum sum{.tensor = true,
           .map = read_map(map),
           .x = x,
@@ -235,18 +264,21 @@ void tensor_add(const CUtensorMap* map, int x, int y, int z, uint32_t from) {
           .to = nullptr,
           .from = from,
           .bytes = 0,
-          .read = {}};
+          .read = {},
+          .issued = nullptr};
   if (sum.map.is_float == 0) fail("a sum of a tensor that is not fp32");
   check_box(sum.map, from);
   start(std::move(sum));
 }
 
 void bulk_commit() {
+  const Quiet quiet;
   Thread& thread = *engine.self;
   thread.sum_groups.push_back(thread.open_sums);
   thread.open_sums = 0;
 }
 void bulk_wait_read(int groups_left) {
+  const Quiet quiet;
   constexpr size_t kMostRead = 16;  // they take memory until they are added
   Thread& thread = *engine.self;
   const size_t groups = thread.sum_groups.size(), left = static_cast<size_t>(groups_left);
@@ -255,6 +287,7 @@ void bulk_wait_read(int groups_left) {
   if (happens_now() || groups - left > kMostRead) write_groups(thread, groups - left);
 }
 void bulk_wait() {
+  const Quiet quiet;
   Thread& thread = *engine.self;
   read_groups(thread, thread.sum_groups.size());
   write_groups(thread, thread.sum_groups.size());
@@ -263,6 +296,7 @@ void bulk_wait() {
 namespace {
 
 void run(const SmallCopy& copy) {
+  happens_after(copy.issued);
   writes(copy.to, 16);
   if (!copy.exists) {
     std::memset(copy.to, 0, 16);
@@ -273,21 +307,27 @@ void run(const SmallCopy& copy) {
   std::memcpy(copy.to, copy.from, 16);
 }
 
+void run_small_copies(Thread& thread) {
+  const Worker::Turn turn(next_worker());
+  for (const SmallCopy& copy : thread.small_copies) run(copy);
+  thread.small_copies.clear();
+  happened_before(&thread.small_copies);
+}
+
 }  // namespace
 
 void copy_async(void* to, const void* from, bool exists) {
+  const Quiet quiet;
   if (reinterpret_cast<uintptr_t>(to) % 16 != 0 || (exists && reinterpret_cast<uintptr_t>(from) % 16 != 0))
     fail("a copy of 16 bytes from %p to %p, not aligned", from, to);
   if (engine.block->memory.at(window(to), 16) == nullptr) fail("a copy to %p, beyond shared memory", to);
-  const SmallCopy copy{to, from, exists};
-  if (happens_now())
-    run(copy);
-  else
-    engine.self->small_copies.push_back(copy);
+  engine.self->small_copies.push_back({to, from, exists, issue()});
+  if (happens_now()) run_small_copies(*engine.self);
 }
 void copies_wait() {
-  for (const SmallCopy& copy : engine.self->small_copies) run(copy);
-  engine.self->small_copies.clear();
+  const Quiet quiet;
+  run_small_copies(*engine.self);
+  happens_after(&engine.self->small_copies);
 }
 
 }  // namespace softgpu

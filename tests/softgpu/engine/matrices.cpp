@@ -87,6 +87,7 @@ void multiply(Rows given) {
 }  // namespace
 
 void load_matrices(uint32_t (&to)[4], uint32_t address, bool transposed) {
+  const Quiet quiet;
   const Given given =
       collect(~0u, &address, sizeof(address), Together::load_matrix, transposed ? load<true> : load<false>);
   std::memcpy(to, given[engine.self->lane], sizeof(to));
@@ -98,6 +99,7 @@ void store_matrices(uint32_t address, const uint32_t (&from)[4]) {
 }
 
 void multiply_bf16(float* c, const uint32_t* a, uint32_t b0, uint32_t b1) {
+  const Quiet quiet;
   const Operands own{{a[0], a[1], a[2], a[3]}, {b0, b1}};
   const Given given = collect(~0u, &own, sizeof(own), Together::multiply, multiply);
   float sums[4];

@@ -14,6 +14,8 @@ namespace {
 
 constexpr int kDepth = 16, kRows = 16, kMostColumns = 256;
 
+bool unused = false;  // the product that is being done may read anything
+
 // Eight neighbours in shared memory of an operand with 128-byte swizzle: from (row, k) along k, or along the rows where
 // the operand is transposed.
 const uint16_t* eight(const Block& block, uint64_t descriptor, bool transposed, int row, int k) {
@@ -25,7 +27,7 @@ const uint16_t* eight(const Block& block, uint64_t descriptor, bool transposed, 
                                  : start + r / 8 * stride + r % 8 * 128 + depth * 2;
   const unsigned char* found = block.memory.at(swizzled(at), 16);
   if (found == nullptr) fail("a product reads at %x, beyond shared memory", swizzled(at));
-  reads(found, 16);
+  if (!unused) reads(found, 16);
   return reinterpret_cast<const uint16_t*>(found);
 }
 
@@ -117,6 +119,12 @@ void check(const Product* const (&lanes)[32]) {
 void multiply(const Block& block, const Product* const (&lanes)[32], int warp_of_group) {
   check(lanes);
   const Product& p = *lanes[0];
+  unused = p.unused;
+  if constexpr (kThreadSanitizer)
+    for (const Product* lane : lanes) {
+      if (lane->lanes != nullptr) reads(lane->lanes, 4 * sizeof(uint32_t));
+      writes(lane->d, static_cast<size_t>(lane->columns) * (lane->half ? 1 : 2));
+    }
   static Operands operands;
   static float sums[kRows][kMostColumns];
   if (p.half) {
@@ -152,11 +160,19 @@ void finish(Block& block, int warp, size_t groups_left) {
     if (threads[lane]->product_groups != first.product_groups ||
         threads[lane]->products.size() != first.products.size())
       fail("lanes of a warp issued different products");
+  Warp& of = block.warps[static_cast<size_t>(warp)];
+  const Worker::Turn turn(of.tensor_core);
   for (size_t i = 0; i < count; ++i) {
+    if constexpr (kThreadSanitizer) {
+      happens_after(of.issued.front());
+      of.issued.pop_front();
+    }
     const Product* lanes[32];
     for (int lane = 0; lane < 32; ++lane) lanes[lane] = &threads[lane]->products[i];
     multiply(block, lanes, warp % 4);
   }
+  of.finished_products += count;
+  happened_before(&of);
   for (int lane = 0; lane < 32; ++lane) {
     Thread& thread = *threads[lane];
     thread.products.erase(thread.products.begin(), thread.products.begin() + static_cast<std::ptrdiff_t>(count));
@@ -178,7 +194,6 @@ void run_products() {
   enter(threads[0]);  // whom a message names
   finish(*wait.block, wait.warp, warp.product_groups_left);
   warp.product_waiters = 0;
-  happened_before(&warp);
   for (int lane = 0; lane < 32; ++lane) make_ready(threads[lane]);
 }
 
@@ -186,16 +201,34 @@ void check_products(const Thread& thread) {
   if (!thread.products.empty()) fail("a thread ends while its products run");
 }
 
+// The lanes of a warp issue a product one after the other: the first of them begins its entry.
+void note_issue(Thread& thread) {
+  Warp& warp = thread.block->warps[static_cast<size_t>(thread.warp)];
+  const size_t behind = thread.issued_products++ - warp.finished_products;
+  if (behind == warp.issued.size())
+    warp.issued.push_back(issue());
+  else
+    happened_before(warp.issued[behind]);
+}
+
 void product(const Product& product) {
+  const Quiet quiet;
+  if constexpr (kThreadSanitizer) note_issue(*engine.self);
   engine.self->products.push_back(product);
+  engine.self->products.back().unused = engine.self->results_unused;
   ++engine.self->open_products;
 }
+void results_unused(bool from_here) {
+  engine.self->results_unused = from_here;
+}
 void product_commit() {
+  const Quiet quiet;
   engine.self->product_groups.push_back(engine.self->open_products);
   engine.self->open_products = 0;
 }
 
 void product_wait(int groups_left) {
+  const Quiet quiet;
   Thread& self = *engine.self;
   const auto left = static_cast<size_t>(groups_left);
   if (self.product_groups.size() <= left) return;
@@ -206,12 +239,10 @@ void product_wait(int groups_left) {
     fail("lanes of a warp wait for different products");
   warp.product_groups_left = left;
   warp.product_waiters |= 1u << self.lane;
-  happened_before(&warp);
   if (warp.product_waiters == ~0u) {
     if (engine.options.copies == When::random && happens_now()) {
       finish(block, self.warp, left);
       warp.product_waiters = 0;
-      happened_before(&warp);
       Thread* const* threads = &block.threads[static_cast<size_t>(self.warp) * 32];
       for (int lane = 0; lane < 32; ++lane)
         if (lane != self.lane) make_ready(threads[lane]);

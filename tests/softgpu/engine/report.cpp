@@ -145,6 +145,12 @@ std::string Kernel::name() const {
   return function != nullptr ? function_name(function) : library_name;
 }
 
+void say_refused(const char* of_what, const char* format, std::va_list arguments) {
+  std::fprintf(stderr, "softgpu: refused: %s", of_what);
+  std::vfprintf(stderr, format, arguments);
+  std::fprintf(stderr, "\n");
+}
+
 void fail(const char* format, ...) {
   char text[512];
   va_list values;
@@ -169,7 +175,7 @@ void report_deadlock() {
                  static_cast<unsigned long long>(grid->finished), static_cast<unsigned long long>(grid->blocks));
     if (grid->started < grid->blocks)
       std::fprintf(stderr, "; %llu have not started, since the GPU has room for %d at a time",
-                   static_cast<unsigned long long>(grid->blocks - grid->started), grid->most_resident);
+                   static_cast<unsigned long long>(grid->blocks - grid->started), resident_most(*grid));
     std::fprintf(stderr, "\n");
     for (const Block* block : grid->resident) report_block(*block);
   }
@@ -194,3 +200,11 @@ void note_kernels(std::span<const Kernel> chain, double seconds) {
 }
 
 }  // namespace softgpu
+
+#ifdef SOFTGPU_TSAN
+// The sanitizer knows neither kernels nor who the copy engine and tensor cores work for.
+extern "C" void __tsan_on_report(void*) {
+  using namespace softgpu;
+  if (in_kernel()) std::fprintf(stderr, "softgpu: a race in %s\n", engine.block->grid->kernel->name().c_str());
+}
+#endif

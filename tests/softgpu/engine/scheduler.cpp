@@ -14,30 +14,30 @@ EngineForLife engine_for_life;
 
 namespace {
 
-char kernels_begin, kernels_end;  // for the thread sanitizer: what came before a kernel, and what comes after
+char kernels_begin;  // for the thread sanitizer: what came before a chain of kernels
 
 void thread_main();
 
-int resident_most(const Kernel& kernel) {
-  const DeviceLimits& limits = device_limits();
-  const auto threads = static_cast<int>(kernel.block.x * kernel.block.y * kernel.block.z);
-  const int whole_warps = (threads + 31) / 32 * 32;
-  const auto shared =
-      static_cast<int>(limits.shared_per_multiprocessor / (kernel.dynamic_shared + limits.shared_of_system_per_block));
-  const int each =
-      std::min({limits.threads_per_multiprocessor / whole_warps, shared, limits.blocks_per_multiprocessor});
-  return std::max(1, each) * limits.multiprocessors;
+// The bytes of shared variables of kernels that have run: they are known when they are first named.
+std::map<const void*, size_t>& static_shared() {
+  static auto* bytes = new std::map<const void*, size_t>;  // never destroyed, as the engine
+  return *bytes;
+}
+
+size_t shared_of_block(const Grid& grid) {
+  return grid.kernel->dynamic_shared + std::max(grid.known_static_shared, grid.layout.static_bytes) +
+         device_limits().shared_of_system_per_block;
 }
 
 // Whether the multiprocessors have room for another block, beside those of all kernels that are there.
 bool has_room(const Grid& grid) {
-  if (static_cast<int>(grid.resident.size()) >= grid.most_resident) return false;
+  if (static_cast<int>(grid.resident.size()) >= resident_most(grid)) return false;
   size_t threads = 0, shared = 0, blocks = 0;
   const DeviceLimits& limits = device_limits();
   const auto each = [&](const Grid& of, size_t count) {
     const dim3& block = of.kernel->block;
     threads += count * block.x * block.y * block.z;
-    shared += count * (of.kernel->dynamic_shared + limits.shared_of_system_per_block);
+    shared += count * shared_of_block(of);
     blocks += count;
   };
   for (const Grid* other : engine.grids) each(*other, other->resident.size());
@@ -55,7 +55,8 @@ Grid make_grid(const Kernel& kernel) {
   grid.kernel = &kernel;
   grid.launch = ++launches;
   grid.blocks = uint64_t{kernel.grid.x} * kernel.grid.y * kernel.grid.z;
-  grid.most_resident = resident_most(kernel);
+  if (const auto known = static_shared().find(kernel.function); known != static_shared().end())
+    grid.known_static_shared = known->second;
   grid.layout.dynamic_bytes = kernel.dynamic_shared;
   if (engine.options.order == Order::forward) return grid;
   grid.order.resize(grid.blocks);
@@ -64,7 +65,7 @@ Grid make_grid(const Kernel& kernel) {
     std::reverse(grid.order.begin(), grid.order.end());
   } else {
     std::shuffle(grid.order.begin(), grid.order.end(), engine.order_random);
-    grid.resident_at_first = 1 + static_cast<int>(engine.order_random() % std::min(grid.most_resident, 4));
+    grid.resident_at_first = 1 + static_cast<int>(engine.order_random() % std::min(resident_most(grid), 4));
   }
   return grid;
 }
@@ -98,7 +99,10 @@ void start_block(Grid& grid) {
   // They keep their collectives for the next block.
   if (const size_t warps = static_cast<size_t>(block->alive + 31) / 32; block->warps.size() < warps)
     block->warps.resize(warps);
-  for (Warp& warp : block->warps) warp.alive = 0;
+  for (Warp& warp : block->warps) {
+    warp.alive = 0;
+    warp.finished_products = 0;
+  }
   for (int i = 0; i < block->alive; ++i) {
     Thread* thread = new_thread();
     block->threads.push_back(thread);
@@ -110,6 +114,9 @@ void start_block(Grid& grid) {
     thread->place =
         uint3{at % kernel.block.x, at / kernel.block.x % kernel.block.y, at / (kernel.block.x * kernel.block.y)};
     thread->done = false;
+    thread->issued_products = 0;
+    thread->fenced = thread->results_unused = false;
+    thread->last_atomic = nullptr;
     thread->fibre.prepare(&thread_main, i);
     block->warps[static_cast<size_t>(thread->warp)].alive |= 1u << thread->lane;
     make_ready(thread);
@@ -125,7 +132,7 @@ void trigger(Block& block) {
 }
 
 void end_block(Block& block) {
-  happens_after(&kernels_end);
+  happens_after(&block.grid->end);
   end_barriers(block);
   finish_copies(block);
   trigger(block);
@@ -189,14 +196,21 @@ void end_thread() {
   --block.alive;
   block.warps[static_cast<size_t>(thread.warp)].alive &= ~(1u << thread.lane);
   leave_barriers(block, thread);
+  happened_before(&block.grid->end);
 }
 
 void thread_main() {
   engine.self->fibre.entered();
   happens_after(&kernels_begin);
-  engine.self->block->grid->kernel->body();
-  happened_before(&kernels_end);
+  // The kernel before this one may still run; those before that one are over when all its blocks have waited for them.
+  const Grid& grid = *engine.self->block->grid;
+  if (grid.previous != nullptr)
+    for (const Grid* over = grid.previous->previous; over != nullptr; over = over->previous)
+      if (over->complete()) happens_after(&over->end);
+  grid.kernel->body();
+  be_quiet();
   end_thread();
+  be_seen();
   give_way(true);
   std::abort();
 }
@@ -279,9 +293,24 @@ void run() {
 
 }  // namespace
 
+int resident_most(const Grid& grid) {
+  const DeviceLimits& limits = device_limits();
+  const dim3& block = grid.kernel->block;
+  const auto threads = static_cast<int>(block.x * block.y * block.z);
+  const int whole_warps = (threads + 31) / 32 * 32;
+  const auto shared = static_cast<int>(limits.shared_per_multiprocessor / shared_of_block(grid));
+  const int each =
+      std::min({limits.threads_per_multiprocessor / whole_warps, shared, limits.blocks_per_multiprocessor});
+  return std::max(1, each) * limits.multiprocessors;
+}
+
 bool happens_now() {
   const Options& o = engine.options;
   return o.copies == When::eager || (o.copies == When::random && engine.copies_random() % 2 == 0);
+}
+
+void ends_with_kernel(const Block& block) {
+  happened_before(&block.grid->end);
 }
 
 void make_ready(Thread* thread) {
@@ -309,24 +338,44 @@ void wait_for(Waits what, uint32_t at, uint32_t parity) {
   give_way(false);
 }
 
+// Atomics order nothing by themselves: what came before a fence is over for whoever finds what the atomic behind it
+// wrote, and executes a fence.
+void fence() {
+  if constexpr (!kThreadSanitizer) return;
+  Thread& thread = *engine.self;
+  if (thread.last_atomic != nullptr) happens_after(thread.last_atomic);
+  thread.fenced = true;
+}
+void note_atomic(const void* at) {
+  Thread& thread = *engine.self;
+  if (thread.fenced) happened_before(at);
+  thread.last_atomic = at;
+}
+
 int lane() {
   return engine.self->lane;
 }
 
 void spin() {
+  const Quiet quiet;
   engine.spinning.push_back(engine.self);
   give_way(false);
 }
 
 void wait_for_previous_kernel() {
+  const Quiet quiet;
   Grid* const previous = engine.block->grid->previous;
-  if (previous == nullptr || previous->complete()) return;
-  previous->waiting.push_back(engine.self);
-  wait_for(Waits::previous_kernel);
+  if (previous == nullptr) return;
+  if (!previous->complete()) {
+    previous->waiting.push_back(engine.self);
+    wait_for(Waits::previous_kernel);
+  }
+  happens_after(&previous->end);
 }
 
 // The next kernel starts at the worst moment: with this block's threads where they are now.
 void launch_next_kernel() {
+  const Quiet quiet;
   Block& block = *engine.block;
   if (block.triggered) return;
   trigger(block);
@@ -347,6 +396,7 @@ bool in_kernel() {
 
 void run_kernels(std::span<const Kernel> chain) {
   if (engine.running) fail("a kernel is started while another runs");
+  const Quiet quiet;
   engine.running = true;
   engine.main.adopt_thread();
   std::vector<Grid> grids;
@@ -364,7 +414,11 @@ void run_kernels(std::span<const Kernel> chain) {
   const auto begin = std::chrono::steady_clock::now();
   run();
   const std::chrono::duration<double> seconds = std::chrono::steady_clock::now() - begin;
-  happens_after(&kernels_end);
+  for (const Grid& grid : grids) {
+    happens_after(&grid.end);
+    if (grid.layout.static_bytes > grid.known_static_shared)
+      static_shared()[grid.kernel->function] = grid.layout.static_bytes;
+  }
   note_kernels(chain, seconds.count());
   engine.grids.clear();
   engine.ready.clear();

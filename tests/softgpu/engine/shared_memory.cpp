@@ -93,11 +93,13 @@ unsigned char* SharedMemory::room(SharedVariable& variable) {
 // --- as kernels call it ----------------------------------------------------------------------------------------------
 
 unsigned char* shared_room(SharedVariable& variable) {
+  const Quiet quiet;
   Block& block = *engine.block;
   if (variable.launch == block.grid->launch) return block.memory.base() + variable.offset;
   return block.memory.room(variable);
 }
 unsigned char* dynamic_shared_room(size_t alignment) {
+  const Quiet quiet;
   return engine.block->memory.dynamic_room(alignment);
 }
 

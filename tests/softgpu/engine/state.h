@@ -4,6 +4,7 @@
 // one thread of the host runs all of it, so that all of this belongs to one thread at a time.
 
 #include <cstdint>
+#include <deque>
 #include <map>
 #include <random>
 #include <string>
@@ -13,6 +14,7 @@
 #include "softgpu/engine/fibre.h"
 #include "softgpu/engine/quiet.h"
 #include "softgpu/engine/shared_memory.h"
+#include "softgpu/engine/worker.h"
 #include "softgpu/interface/kernel.h"
 #include "softgpu/interface/options.h"
 #include "softgpu/interface/tensor_map.h"
@@ -33,6 +35,7 @@ struct Copy {
   int x, y, z;
   const void* from;
   uint32_t to, bytes, barrier;
+  const void* issued;  // see worker.h
 };
 // A sum of the copy engine into global memory, in a group of the thread that issued it.
 struct Sum {
@@ -42,11 +45,13 @@ struct Sum {
   float* to;
   uint32_t from, bytes;
   std::vector<float> read;  // what shared memory held, from when it was read until it is added
+  const void* issued;
 };
 struct SmallCopy {
   void* to;
   const void* from;
   bool exists;
+  const void* issued;
 };
 
 enum class Waits { nothing, block_barrier, named_barrier, collective, mbarrier, products, previous_kernel };
@@ -68,6 +73,10 @@ struct Thread {
   std::vector<Product> products;   // not yet done
   std::vector<size_t> product_groups;
   size_t open_products = 0;
+  size_t issued_products = 0;
+  // For the thread sanitizer: it has executed a fence; the atomic that it did last.
+  bool fenced = false, results_unused = false;
+  const void* last_atomic = nullptr;
 };
 
 struct Collective {
@@ -82,6 +91,9 @@ struct Warp {
   uint32_t alive = 0;
   uint32_t product_waiters = 0;  // lanes that wait for products
   size_t product_groups_left = 0;
+  Worker tensor_core;
+  std::deque<const void*> issued;  // for the thread sanitizer: of the products not yet done
+  size_t finished_products = 0;
 };
 
 struct Barrier {
@@ -93,7 +105,7 @@ struct Block {
   Grid* grid = nullptr;
   uint3 index{};
   std::vector<Thread*> threads;
-  std::vector<Warp> warps;
+  std::deque<Warp> warps;
   int alive = 0;
   SharedMemory memory;
   Barrier barriers[16];                                              // 0: __syncthreads
@@ -111,13 +123,14 @@ struct Grid {
   std::vector<uint64_t> order;         // of its blocks, where that is not their own
   uint64_t started = 0, finished = 0;  // blocks
   uint64_t triggered = 0;              // blocks that have triggered or ended
-  int most_resident = 1;               // blocks that the device has room for at a time
   int resident_at_first = 1;           // that run together although nobody waits for another
   std::vector<Block*> resident;
   std::vector<Thread*> waiting;  // of the next grid, for this one's end
   Grid* next = nullptr;          // the early one behind it
   Grid* previous = nullptr;
+  char end = 0;  // for the thread sanitizer: what all of it did
   SharedLayout layout;
+  size_t known_static_shared = 0;  // from earlier launches of the kernel
   bool complete() const { return finished == blocks; }
   bool may_start_next() const { return triggered == blocks; }
 };
@@ -157,6 +170,10 @@ inline constexpr Engine& engine = engine_for_life.engine;
 
 // --- scheduler.cpp ---------------------------------------------------------------------------------------------------
 void make_ready(Thread* thread);
+// How many blocks of a kernel the device has room for at a time.
+int resident_most(const Grid& grid);
+// What the caller did is over when the kernel is.
+void ends_with_kernel(const Block& block);
 // The calling thread goes on when somebody makes it ready.
 void wait_for(Waits what, uint32_t at = 0, uint32_t parity = 0);
 // Makes what is global in a kernel that of a thread.

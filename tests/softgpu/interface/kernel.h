@@ -5,6 +5,7 @@
 
 #include <cuda_runtime_api.h>
 
+#include <cstdarg>
 #include <cstddef>
 #include <functional>
 #include <span>
@@ -41,6 +42,9 @@ std::string function_name(const void* function);
 
 // Ends the program with a message, and where a thread of a kernel runs, with that kernel, block and thread.
 [[noreturn]] void fail(const char* format, ...) __attribute__((format(printf, 1, 2)));
+
+// Says on stderr what a function of the host's refuses: CUDA's codes alone are hard to read.
+void say_refused(const char* of_what, const char* format, std::va_list arguments);
 
 // Whether the caller is a thread of a kernel: no runtime function may be called there.
 bool in_kernel();

@@ -19,6 +19,12 @@ extern "C" void __tsan_release(void*);
 
 namespace softgpu {
 
+#ifdef SOFTGPU_TSAN
+inline constexpr bool kThreadSanitizer = true;
+#else
+inline constexpr bool kThreadSanitizer = false;
+#endif
+
 // What came before happened_before(at) is over for whoever passes happens_after(at) later.
 inline void happened_before([[maybe_unused]] const void* at) {
 #ifdef SOFTGPU_TSAN

@@ -3,6 +3,7 @@
 #include <sys/mman.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
@@ -27,9 +28,7 @@ constexpr size_t kLarge = size_t{4} << 20;
 constexpr size_t kPatternFile = size_t{16} << 20;
 constexpr unsigned char kBorder = 0xA7;
 constexpr size_t kFreedKept = 4096;
-// Closing costs time by the pages there are. Up to so many at every return from the device, more only now and then.
-constexpr long kPagesPerClose = 8192, kMostCredit = 1 << 20;
-constexpr long kPagesPerAllocation = 8;
+constexpr size_t kClosedWhole = size_t{32} << 20, kWindow = size_t{4} << 20;
 
 size_t rounded(size_t bytes, size_t to) {
   return (bytes + to - 1) / to * to;
@@ -59,7 +58,7 @@ DeviceMemory& DeviceMemory::get() {
   return *memory;
 }
 
-DeviceMemory::DeviceMemory() : credit_(kMostCredit) {
+DeviceMemory::DeviceMemory() {
   begin_ = static_cast<char*>(no_access(nullptr, kAddresses));
   must(begin_ != MAP_FAILED, "no addresses for the device's memory");
   report_faults();
@@ -116,14 +115,14 @@ char* DeviceMemory::allocate(size_t bytes, Allocation::Kind kind, int device) {
   char* pages = place_for(page_bytes);
   if (pages == nullptr) return nullptr;
   fill(pages, page_bytes);
-  Allocation made{nullptr, bytes, kind, device, pages, page_bytes};
+  Allocation made{.bytes = bytes, .kind = kind, .device = device, .pages = pages, .page_bytes = page_bytes};
   // At the end of its pages, as near as its alignment lets it.
   made.begin = pages + page_bytes - rounded(bytes == 0 ? 1 : bytes, kAlignment);
   std::memset(pages, kBorder, static_cast<size_t>(made.begin - pages));
   std::memset(made.begin + bytes, kBorder, static_cast<size_t>(pages + page_bytes - made.begin) - bytes);
   poison_borders(made);
-  live_.emplace(made.begin, made);
-  if (kind == Allocation::Kind::device && !open_) protect(made, false);
+  Allocation& kept = live_.emplace(made.begin, made).first->second;
+  if (kind == Allocation::Kind::device && !open_) close(kept, 0, page_bytes);
   return made.begin;
 }
 
@@ -143,8 +142,8 @@ void DeviceMemory::check_borders(const Allocation& a) const {
 bool DeviceMemory::release(void* memory, Allocation::Kind kind) {
   const auto found = live_.find(static_cast<char*>(memory));
   if (found == live_.end() || found->second.kind != kind) return false;
+  open(found->second);
   const Allocation gone = found->second;
-  if (kind == Allocation::Kind::device && !open_) protect(gone, true);
   check_borders(gone);
   no_access(gone.pages, gone.page_bytes);
   // Nobody can touch it; where the sanitizer hears of it, it says who tried. (Of much memory that takes too long.)
@@ -175,28 +174,42 @@ size_t DeviceMemory::used(int device) const {
   return sum;
 }
 
-void DeviceMemory::protect(const Allocation& a, bool open) const {
-  must(mprotect(a.pages, a.page_bytes, open ? PROT_READ | PROT_WRITE : PROT_NONE) == 0, "protection of device memory");
+void DeviceMemory::close(Allocation& a, size_t from, size_t to) const {
+  must(mprotect(a.pages + from, to - from, PROT_NONE) == 0, "protection of device memory");
+  a.closed_from = from;
+  a.closed_to = to;
+}
+
+void DeviceMemory::open(Allocation& a) const {
+  if (a.closed_from == a.closed_to) return;
+  must(mprotect(a.pages + a.closed_from, a.closed_to - a.closed_from, PROT_READ | PROT_WRITE) == 0,
+       "protection of device memory");
+  a.closed_from = a.closed_to = 0;
 }
 
 void DeviceMemory::open() {
   if (open_) return;
   open_ = true;
-  for (const auto& [begin, a] : live_)
-    if (a.kind == Allocation::Kind::device) protect(a, true);
+  for (auto& [begin, a] : live_) open(a);
 }
 
+// All of it, or of much a window that moves on: closing costs time by the page.
 void DeviceMemory::close() {
   if (!open_) return;
-  long pages = 0;
-  for (const auto& [begin, a] : live_)
-    if (a.kind == Allocation::Kind::device) pages += static_cast<long>(a.page_bytes / kPage) + kPagesPerAllocation;
-  credit_ = credit_ + kPagesPerClose < kMostCredit ? credit_ + kPagesPerClose : kMostCredit;
-  if (pages > credit_ && pages > kPagesPerClose) return;
-  credit_ -= pages > kPagesPerClose ? pages : 0;
   open_ = false;
+  size_t all = 0;
   for (const auto& [begin, a] : live_)
-    if (a.kind == Allocation::Kind::device) protect(a, false);
+    if (a.kind == Allocation::Kind::device) all += a.page_bytes;
+  const bool whole = all <= kClosedWhole;
+  size_t at = 0;  // of all memory, one allocation after the other
+  for (auto& [begin, a] : live_) {
+    if (a.kind != Allocation::Kind::device) continue;
+    const size_t from = whole ? 0 : std::clamp(window_, at, at + a.page_bytes) - at,
+                 to = whole ? a.page_bytes : std::clamp(window_ + kWindow, at, at + a.page_bytes) - at;
+    if (from < to) close(a, from, to);
+    at += a.page_bytes;
+  }
+  window_ = window_ + kWindow < all ? window_ + kWindow : 0;
 }
 
 std::string DeviceMemory::describe(const void* address) const {

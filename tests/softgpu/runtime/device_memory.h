@@ -19,6 +19,7 @@ struct Allocation {
   int device = 0;
   char* pages = nullptr;  // that hold it
   size_t page_bytes = 0;
+  size_t closed_from = 0, closed_to = 0;  // of these: nobody may touch them now
 };
 
 class DeviceMemory {
@@ -48,7 +49,8 @@ class DeviceMemory {
   DeviceMemory();
   char* place_for(size_t bytes);
   void fill(char* pages, size_t bytes);
-  void protect(const Allocation& allocation, bool open) const;
+  void close(Allocation& allocation, size_t from, size_t to) const;
+  void open(Allocation& allocation) const;
   void check_borders(const Allocation& allocation) const;
 
   char *begin_ = nullptr, *end_ = nullptr, *next_ = nullptr;
@@ -56,7 +58,7 @@ class DeviceMemory {
   std::map<const char*, Allocation> live_;  // by begin
   std::deque<Allocation> freed_;            // the latest ones
   bool open_ = true;
-  long credit_ = 0;  // of pages that may be closed
+  size_t window_ = 0;  // where the pages begin that are closed next, of more than can be closed each time
 };
 
 }  // namespace softgpu

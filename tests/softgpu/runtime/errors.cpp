@@ -2,7 +2,8 @@
 
 #include <atomic>
 #include <cstdarg>
-#include <cstdio>
+
+#include "softgpu/interface/kernel.h"
 
 namespace softgpu {
 namespace {
@@ -21,9 +22,7 @@ cudaError_t result(cudaError_t error) {
 cudaError_t refused(cudaError_t error, const char* format, ...) {
   va_list list;
   va_start(list, format);
-  std::fprintf(stderr, "softgpu: refused: ");
-  std::vfprintf(stderr, format, list);
-  std::fprintf(stderr, "\n");
+  say_refused("", format, list);
   va_end(list);
   return result(error);
 }

@@ -10,7 +10,7 @@ namespace softgpu {
 // now on.
 cudaError_t result(cudaError_t error);
 
-// The same, with a line on stderr that says what was wrong: CUDA's codes alone are hard to read.
+// The same, with a line on stderr that says what was wrong.
 cudaError_t refused(cudaError_t error, const char* format, ...) __attribute__((format(printf, 2, 3)));
 
 // The device is lost (a kernel that failed): all that is asked of it from now on fails so.

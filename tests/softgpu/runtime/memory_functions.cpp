@@ -97,7 +97,7 @@ cudaError_t allocate(void** memory, size_t bytes, Kind kind) {
   const Scheduler::Turn turn;
   const int device = current_device();
   *memory = nullptr;
-  if (Scheduler::get().captures(device)) return result(cudaErrorStreamCaptureUnsupported);
+  if (Scheduler::get().forbids_waits()) return result(cudaErrorStreamCaptureUnsupported);
   if (const cudaError_t error = result(cudaSuccess); error != cudaSuccess || bytes == 0) return error;
   DeviceMemory& all = DeviceMemory::get();
   if (kind == Kind::device && all.used(device) + kContextBytes + bytes > device_model().memory_bytes)
@@ -110,6 +110,7 @@ cudaError_t allocate(void** memory, size_t bytes, Kind kind) {
 cudaError_t release(void* memory, Kind kind) {
   Scheduler::Turn turn;
   if (memory == nullptr) return result(cudaSuccess);
+  if (Scheduler::get().forbids_waits()) return result(cudaErrorStreamCaptureUnsupported);
   const Allocation* allocation = DeviceMemory::get().holding(memory, 1);
   if (allocation == nullptr || allocation->begin != memory || allocation->kind != kind)
     return refused(cudaErrorInvalidValue, "%p is freed, where no %s begins", memory,

@@ -70,6 +70,18 @@ bool Scheduler::captures(int device) const {
                              [&](const auto& own) { return own->device == device && own->blocking && own->capturing; });
 }
 
+bool Scheduler::captures_any(int device) const {
+  return std::ranges::any_of(streams_, [&](const auto& own) { return own->device == device && own->capturing; });
+}
+
+bool Scheduler::forbids_waits() const {
+  return std::ranges::any_of(streams_, [](const auto& own) {
+    const bool here = own->captured_by == std::this_thread::get_id();
+    return own->capturing && (own->capture_mode == cudaStreamCaptureModeGlobal ||
+                              (own->capture_mode == cudaStreamCaptureModeThreadLocal && here));
+  });
+}
+
 // The default stream and the blocking ones wait for each other.
 void Scheduler::put(Stream& stream, Operation operation) {
   if (stream.capturing) {

@@ -16,6 +16,7 @@
 #include <optional>
 #include <random>
 #include <string>
+#include <thread>
 #include <vector>
 
 #include "softgpu/interface/kernel.h"
@@ -62,6 +63,8 @@ class Stream {
   const int device;
   const bool blocking;  // in the order of the device's default stream
   bool capturing = false;
+  cudaStreamCaptureMode capture_mode = cudaStreamCaptureModeGlobal;
+  std::thread::id captured_by;
   std::vector<Operation> captured;
 
  private:
@@ -99,6 +102,10 @@ class Scheduler {
   Stream* of(cudaStream_t handle);
   // Whether a stream of the device is being captured that work in the default stream would become a part of.
   bool captures(int device) const;
+  // Whether any stream of it is: nobody may wait for all of the device then.
+  bool captures_any(int device) const;
+  // Whether a capture forbids the calling thread what may wait for the device without saying so (allocations).
+  bool forbids_waits() const;
 
   void put(Stream& stream, Operation operation);
   std::shared_ptr<Marker> mark(Stream& stream);  // behind all that is in it

@@ -78,7 +78,7 @@ cudaError_t cudaStreamSynchronize(cudaStream_t handle) {
 
 cudaError_t cudaDeviceSynchronize() {
   Scheduler::Turn turn;
-  if (Scheduler::get().captures(current_device())) return result(cudaErrorStreamCaptureUnsupported);
+  if (Scheduler::get().captures_any(current_device())) return result(cudaErrorStreamCaptureUnsupported);
   Scheduler::get().wait_for_device(turn, current_device());
   return result(cudaSuccess);
 }
@@ -145,12 +145,14 @@ cudaError_t cudaEventElapsedTime(float* milliseconds, cudaEvent_t begin, cudaEve
 // --- graphs: what was captured, put into a stream whenever it is launched
 // ---------------------------------------------
 
-cudaError_t cudaStreamBeginCapture(cudaStream_t handle, cudaStreamCaptureMode) {
+cudaError_t cudaStreamBeginCapture(cudaStream_t handle, cudaStreamCaptureMode mode) {
   const Scheduler::Turn turn;
   Stream* stream = Scheduler::get().of(handle);
   if (handle == nullptr) return result(cudaErrorStreamCaptureUnsupported);
   if (stream->capturing) return result(cudaErrorIllegalState);
   stream->capturing = true;
+  stream->capture_mode = mode;
+  stream->captured_by = std::this_thread::get_id();
   return result(cudaSuccess);
 }
 

@@ -366,8 +366,11 @@ struct Consumer {
       turn_begin();
       pin(s);
       wgmma_fence();
+      results_unused(!begun);
       issue_output(accumulate);
+      results_unused(state != 0);
       issue_scores();
+      results_unused(false);
       turn_end();
       wgmma_wait<1>();
       pin(o);

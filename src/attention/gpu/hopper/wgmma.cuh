@@ -37,6 +37,10 @@ __device__ __forceinline__ void wgmma_wait() {
   asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(kPending) : "memory");
 }
 
+// Products that are issued from here on may read what is being written: nobody uses what they leave. (No instruction:
+// the software device of the tests reports such reads otherwise.)
+__device__ __forceinline__ void results_unused(bool) {}
+
 // Keeps the compiler from moving reads or writes of accumulators across the asynchronous product that owns them.
 template <int kCount>
 __device__ __forceinline__ void pin(float (&d)[kCount]) {

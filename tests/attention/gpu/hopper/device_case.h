@@ -77,7 +77,7 @@ static __global__ void fill_normal(__nv_bfloat16* out, size_t count, uint32_t se
 
 inline DeviceArray<__nv_bfloat16> random_tensor(size_t count, uint32_t seed) {
   DeviceArray<__nv_bfloat16> out(count);
-  launch_kernel(fill_normal, {1024, 256}, out.get(), count, seed);
+  launch_kernel(fill_normal, {1024, 256, 0, nullptr}, out.get(), count, seed);
   must(cudaGetLastError(), "fill");
   return out;
 }

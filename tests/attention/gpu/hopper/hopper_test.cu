@@ -461,9 +461,8 @@ std::vector<Case> cases() {
 // races; a second argument keeps only the cases whose name holds it.
 int main(int argc, char** argv) {
   std::setvbuf(stdout, nullptr, _IONBF, 0);
-  sb::gpu::small = sb::test::on_software_device();
-  if (sb::gpu::small)
-    std::printf("a software device: sequences of a third of the tokens, fewer replays of the graph\n");
+  sb::gpu::small = sb::test::smaller_on_software_device(
+      "sequences of a third of the tokens, 2 deterministic runs for 4, 2 replays of the graph for 1000");
   const bool full = argc < 2;
   sb::gpu::portable = full || std::string(argv[1]) != "--hopper";
   std::printf("relative / largest errors against fp64\n");

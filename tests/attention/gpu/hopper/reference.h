@@ -167,8 +167,8 @@ inline Reference reference(const Shape& shape, const Tensors& t, const std::vect
                        dv.get(),
                        p.get(),
                        ds.get()};
-  launch_kernel(reference_rows, {dim3(tokens, shape.query_heads), 128}, a);
-  launch_kernel(reference_keys, {dim3(tokens, shape.kv_heads), shape.head_dim}, a, tokens);
+  launch_kernel(reference_rows, {dim3(tokens, shape.query_heads), 128, 0, nullptr}, a);
+  launch_kernel(reference_keys, {dim3(tokens, shape.kv_heads), shape.head_dim, 0, nullptr}, a, tokens);
   must(cudaDeviceSynchronize(), "reference");
   Reference out{o.host(), lse.host(), dq.host(), dk.host(), dv.host(), longest};
   if (matrices) {

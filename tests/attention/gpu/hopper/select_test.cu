@@ -429,8 +429,7 @@ int main(int argc, char** argv) {
   using gpu::Options;
   using gpu::run;
   std::setvbuf(stdout, nullptr, _IONBF, 0);
-  const bool small = test::on_software_device();
-  if (small) std::printf("a software device: without the sequences of 70000 tokens and more\n");
+  const bool small = test::smaller_on_software_device("without the sequences of 70000 tokens and more");
   const bool full = !small && (argc < 2 || std::string(argv[1]) != "--short");
   if (argc > 2) gpu::filter = argv[2];
   const auto topp = SelectionPattern::topp, mass = SelectionPattern::mass, window = SelectionPattern::window;

@@ -19,6 +19,9 @@ inline uint64_t further(uint64_t descriptor, uint32_t bytes) {
   return descriptor + (bytes >> 4);
 }
 
+inline void results_unused(bool from_here) {
+  softgpu::results_unused(from_here);
+}
 inline void wgmma_fence() {}
 inline void wgmma_commit() {
   softgpu::product_commit();
