@@ -1,11 +1,12 @@
 #!/usr/bin/env bash
 # Set-up, build, and the tests that say whether the program works here: those that take seconds and those with several
 # ranks. With --all also the slow ones: kill tests, failing system calls, the report in a browser, the narrower instruction
-# set. Further arguments go to ctest, for example -R core. SB_PRESET=cpu-asan tests the build with sanitizers.
+# set; and two cases of a cluster, where it is root. Further arguments go to ctest, for example -R core.
+# SB_PRESET=cpu-asan tests the build with sanitizers.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 preset=${SB_PRESET:-cpu}
-left_out='gpu|nccl|slow'
+left_out='gpu|nccl|slow|cluster'
 if [ "${1:-}" = --all ]; then
   left_out='gpu|nccl'
   shift

@@ -96,5 +96,5 @@ int main(int argc, char** argv) {
     measure(*world);
     return 0;
   }
-  return launch_local_ranks(argc > 1 ? std::stoi(argv[1]) : 2, {""});
+  return launch_local_ranks(argc > 1 ? std::stoi(argv[1]) : 2, {""}).exit_code;
 }

@@ -157,10 +157,14 @@ void MessageEngine::watch_peers(Communicator& world, const WorldOptions& options
 
 // On the watch's thread. The launcher ends the ranks by itself, as a rule, and knows by which signal one was lost.
 void MessageEngine::end_job(const PeerWatch::End& end) {
-  constexpr std::chrono::seconds kTimeForTheLauncher(3);
+  constexpr std::chrono::seconds kTimeForTheLauncher(3), kTimeToTell(1);
   if (end.lost_rank >= 0) {
     std::fprintf(stderr, "%s\n", end.text.c_str());
-    if (told_) told_({end.lost_rank, place(end.lost_rank), end.text});
+    // By itself: it may write to a file system that hangs for the same reason, which must not keep this rank.
+    if (told_)
+      std::thread([told = told_, lost = LostRank{end.lost_rank, place(end.lost_rank), end.text}] {
+        told(lost);
+      }).detach();
   }
   {
     std::unique_lock lock(mutex_);
@@ -169,8 +173,7 @@ void MessageEngine::end_job(const PeerWatch::End& end) {
     exit_code_ = end.exit_code;
     fail(end.text);
     changed_.notify_all();
-    if (over_.wait_for(lock, end.at_once ? std::chrono::seconds(0) : kTimeForTheLauncher, [&] { return stop_; }))
-      return;
+    if (over_.wait_for(lock, end.at_once ? kTimeToTell : kTimeForTheLauncher, [&] { return stop_; })) return;
     abort_ = true;
     changed_.notify_all();
   }

@@ -188,13 +188,18 @@ TEST(ReportText, ReadsWhatIsInAFolderAndNoMore) {
   EXPECT_NE(write_report(input).find("<title>a &lt;run&gt; · SparseBalance</title>"), std::string::npos);
   EXPECT_TRUE(input.machine.empty() && input.run_config.empty() && input.plans.steps.empty());
   EXPECT_NE(write_report(input).find("No step of this run has finished yet."), std::string::npos);
-  write_bytes(run + "machine.txt", "One GPU\n\n");
+  write_bytes(run + "machine.txt", "One GPU\n  rank  host\n  0     a\n");
+  write_bytes(run + "events.jsonl", R"({"time":"T1","event":"lost","host":"h<2>","rank":1,"step":29,"reason":"it ended"}
+{"time":"T2","event":"resumed","host":"h1","step":20,"steps_lost":9,"seconds_lost":61.0}
+)");
   write_bytes(run + "run.yaml", "a: <b>\n");
   input = read_run(folder.path("a <run>/."), 3);
   EXPECT_EQ(input.name, "a <run>");
   EXPECT_EQ(input.machine, "One GPU");
   EXPECT_EQ(input.step, 3);
   EXPECT_NE(write_report(input).find("<pre>a: &lt;b&gt;\n</pre>"), std::string::npos);
+  EXPECT_NE(write_report(input).find("<td>29</td><td>h&lt;2&gt;</td><td>1</td><td>it ended</td>"), std::string::npos);
+  EXPECT_NE(write_report(input).find("<td>9 steps and 1m01s lost</td>"), std::string::npos);
   std::filesystem::create_directory(run + "plan.jsonl");
   EXPECT_NE(user_error([&] { read_run(run); }).find("it is a directory"), std::string::npos);
 }
