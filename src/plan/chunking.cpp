@@ -175,7 +175,7 @@ class RankChunks {
     for (int i = 0; i < times.micro_batches; ++i)
       for (int s = 0; s < times.stages; ++s)
         busy[static_cast<size_t>(s)] += times.forward[times.at(i, s)] + times.backward[times.at(i, s)];
-    for (size_t s = 0; s < times.tail.size(); ++s) busy[s] += times.tail[s].least;
+    for (size_t s = 0; s < times.tail.size(); ++s) busy[s] += times.tail[s].least + times.gather.front().least;
     return *std::max_element(busy.begin(), busy.end());
   }
 
@@ -360,7 +360,7 @@ double pieces_lower_bound(const CostModel& cost, const Batches& batches, std::sp
   for (int s = 0; s < stages; ++s) {
     const auto us = static_cast<size_t>(s);
     const double load = fill[us] + busy[us] / cost.layout().dp + std::max(drain[us], cost.tail(s).least);
-    bound = std::max({bound, longest[us], load});
+    bound = std::max({bound, longest[us], cost.gather(0).least + load});
   }
   return bound;
 }

@@ -67,8 +67,7 @@ ScheduleResult schedule_of(const Plan& plan, const CostModel& cost, int rank) {
       times.backward_transfer.push_back(cost.gradient_transfer(s, tokens, cost.linear(tokens), plan.cut()));
     }
   }
-  if (cost.layout().comm)
-    for (int s = 0; s < times.stages; ++s) times.tail.push_back(cost.tail(s));
+  if (cost.layout().comm) cost.add_exposed(times);
   return rank_schedule(plan.ranks[static_cast<size_t>(rank)], times.stages, cost.layout().warmup_depth)
       ->analyze(times, {});
 }
@@ -104,13 +103,22 @@ std::string schedule_trace(const Plan& plan, const CostModel& cost) {
                         {"ts", op.start},
                         {"dur", op.end - op.start},
                         {"args", std::move(about)}});
+      if (const double gather = cost.gather(op.stage).beside(op.end - op.start);
+          !op.backward && op.position == 0 && gather > 0)
+        events.push_back({{"name", "gather"},
+                          {"cat", "communication"},
+                          {"ph", "X"},
+                          {"pid", r},
+                          {"tid", op.stage},
+                          {"ts", 0.0},
+                          {"dur", gather}});
       if (op.end <= end[static_cast<size_t>(op.stage)]) continue;
       end[static_cast<size_t>(op.stage)] = op.end;
       took[static_cast<size_t>(op.stage)] = op.end - op.start;
     }
     for (int s = 0; s < cost.stages(); ++s)
-      if (const double after = cost.tail(s).after(took[static_cast<size_t>(s)]); after > 0)
-        events.push_back({{"name", "reduction and gather"},
+      if (const double after = cost.tail(s).beside(took[static_cast<size_t>(s)]); after > 0)
+        events.push_back({{"name", "reduction"},
                           {"cat", "communication"},
                           {"ph", "X"},
                           {"pid", r},

@@ -130,49 +130,61 @@ double inside(double bytes, int ranks) {
   return 20 + bytes * (ranks - 1) / ranks / 300e3;
 }
 
+void expect_exposed(const Exposed& got, double least, double all, double hidden, const char* what) {
+  EXPECT_NEAR(got.least, least, 1e-6 * all) << what;
+  EXPECT_NEAR(got.all, all, 1e-6 * all) << what;
+  EXPECT_NEAR(got.hidden, hidden, 1e-12) << what;
+}
+
 // Gradients are summed as fp32 and parameters gathered as bf16, of every rank the share that is not its own; every
-// layer and every matrix of the vocabulary by itself.
-TEST(CostModel, ReductionsByHand) {
+// layer and every matrix of the vocabulary by itself. What the backward makes last is summed behind it and gathered
+// before the next forward: nothing hides it.
+TEST(CostModel, SumsAndGathersByHand) {
   ModelShape tied = find_model_shape("qwen2.5-3b"), untied = tied;
   tied.layers = untied.layers = 4;
   untied.tied = false;
   const auto layer = static_cast<double>(tied.layer_parameters()), embedding = 2048.0 * 151936;
   const LatencyModel latency(analytic_profile("h200-analytic", tied)),
       of_untied(analytic_profile("h200-analytic", untied));
-  const auto expect = [](const StageTail& tail, double least, double all, double hidden, const char* what) {
-    EXPECT_NEAR(tail.least, least, 1e-6 * all) << what;
-    EXPECT_NEAR(tail.all, all, 1e-6 * all) << what;
-    EXPECT_NEAR(tail.hidden, hidden, 1e-12) << what;
-  };
-  // The first of four layers is ready after a quarter of the backward, the embedding with the last.
-  double gathers = 4 * inside(2 * layer, 2) + inside(2 * embedding, 2);
-  const double sums = 4 * inside(4 * layer, 2) + inside(4 * embedding, 2);
-  expect(CostModel(latency, {}, {.dp = 2}).tail(0), gathers + inside(4 * layer, 2) + inside(4 * embedding, 2),
-         gathers + sums, 0.75, "tied");
-  expect(CostModel(latency, {}, {.dp = 2, .head = false}).tail(0), 4 * inside(2 * layer, 2) + inside(4 * layer, 2),
-         4 * inside(2 * layer, 2) + 4 * inside(4 * layer, 2), 0.75, "no head");
-  // A head of its own comes first.
-  gathers += inside(2 * embedding, 2);
-  expect(CostModel(of_untied, {}, {.dp = 2}).tail(0), gathers + inside(4 * layer, 2) + inside(4 * embedding, 2),
-         gathers + sums + inside(4 * embedding, 2), 1, "untied");
+  const auto sum = [](double parameters, int ranks = 2) { return inside(4 * parameters, ranks); };
+  const auto gather = [](double parameters, int ranks = 2) { return inside(2 * parameters, ranks); };
+  // The first of four layers is ready after a quarter of the backward, the embedding with the last. Forward the last
+  // layer is needed after three quarters.
+  const CostModel alone(latency, {}, {.dp = 2});
+  expect_exposed(alone.tail(0), sum(layer) + sum(embedding), 4 * sum(layer) + sum(embedding), 0.75, "tied");
+  expect_exposed(alone.gather(0), gather(layer) + gather(embedding), 4 * gather(layer) + gather(embedding), 0.75,
+                 "tied");
+  const CostModel headless(latency, {}, {.dp = 2, .head = false});
+  expect_exposed(headless.tail(0), sum(layer), 4 * sum(layer), 0.75, "no head");
+  expect_exposed(headless.gather(0), gather(layer), 4 * gather(layer), 0.75, "no head");
+  // A head of its own is summed first and needed last.
+  const CostModel own_head(of_untied, {}, {.dp = 2});
+  expect_exposed(own_head.tail(0), sum(layer) + sum(embedding), 4 * sum(layer) + 2 * sum(embedding), 1, "untied");
+  expect_exposed(own_head.gather(0), gather(layer) + gather(embedding), 4 * gather(layer) + 2 * gather(embedding), 1,
+                 "untied");
   // Context-parallel ranks hold the same weights.
-  expect(CostModel(of_untied, {}, {.dp = 2, .cp = 3, .head = false}).tail(0),
-         4 * inside(2 * layer, 6) + inside(4 * layer, 6), 4 * inside(2 * layer, 6) + 4 * inside(4 * layer, 6), 0.75,
-         "dp and cp");
+  const CostModel shared(of_untied, {}, {.dp = 2, .cp = 3, .head = false});
+  expect_exposed(shared.tail(0), sum(layer, 6), 4 * sum(layer, 6), 0.75, "dp and cp");
+  expect_exposed(shared.gather(0), gather(layer, 6), 4 * gather(layer, 6), 0.75, "dp and cp");
   // Both ends of a pipeline have the tied matrix, and add their pieces of its gradients up.
   const CostModel four(latency, {}, {.dp = 2, .pp = 4}, {0, 1, 2, 3, 4});
-  const double ends = 2 * inside(4 * embedding / 2, 2), one = inside(2 * layer, 2), matrix = inside(2 * embedding, 2);
-  expect(four.tail(0), ends + one + matrix + inside(4 * layer, 2) + inside(4 * embedding, 2),
-         ends + one + matrix + inside(4 * layer, 2) + inside(4 * embedding, 2), 0, "first");
-  expect(four.tail(3), ends + one + matrix + inside(4 * layer, 2),
-         ends + one + matrix + inside(4 * layer, 2) + inside(4 * embedding, 2), 1, "last");
-  for (const int stage : {1, 2})
-    expect(four.tail(stage), one + inside(4 * layer, 2), one + inside(4 * layer, 2), 0, "between");
+  const double ends = 2 * inside(4 * embedding / 2, 2);
+  expect_exposed(four.tail(0), ends + sum(layer) + sum(embedding), ends + sum(layer) + sum(embedding), 0, "first");
+  expect_exposed(four.gather(0), gather(layer) + gather(embedding), gather(layer) + gather(embedding), 0, "first");
+  expect_exposed(four.tail(3), ends + sum(layer), ends + sum(layer) + sum(embedding), 1, "last");
+  expect_exposed(four.gather(3), gather(layer), gather(layer) + gather(embedding), 1, "last");
+  for (const int stage : {1, 2}) {
+    expect_exposed(four.tail(stage), sum(layer), sum(layer), 0, "between");
+    expect_exposed(four.gather(stage), gather(layer), gather(layer), 0, "between");
+  }
   // Nobody to share with, or nothing counted.
   EXPECT_EQ(CostModel(of_untied, {}, {.pp = 4}).tail(0).all, 0);
   EXPECT_EQ(CostModel(latency, {}, {.pp = 4}).tail(1).all, 0);
   EXPECT_NEAR(CostModel(latency, {}, {.pp = 4}).tail(0).all, 2 * inside(4 * embedding, 2), 1e-3);
-  EXPECT_EQ(CostModel(latency, {}, {.dp = 8, .comm = false}).tail(0).all, 0);
+  EXPECT_EQ(CostModel(latency, {}, {.pp = 4}).gather(0).all, 0);
+  for (const Exposed& nothing : {CostModel(latency, {}, {.dp = 8, .comm = false}).tail(0),
+                                 CostModel(latency, {}, {.dp = 8, .comm = false}).gather(0)})
+    EXPECT_EQ(nothing.all, 0);
 }
 
 // Layers too small for a bucket of four million parameters share one.
@@ -186,11 +198,9 @@ TEST(CostModel, SmallLayersAreReducedTogether) {
   const auto layer = static_cast<double>(shape.layer_parameters());
   ASSERT_LT(layer, 4 << 20);
   ASSERT_GT(2 * layer, 4 << 20);
-  const StageTail tail = CostModel(latency, {}, {.dp = 2, .head = false}).tail(0);
-  const double gathers = 2 * inside(4 * layer, 2) + inside(2 * layer, 2);
-  EXPECT_NEAR(tail.least, gathers + inside(4 * layer, 2), 1e-6);
-  EXPECT_NEAR(tail.all, gathers + 2 * inside(8 * layer, 2) + inside(4 * layer, 2), 1e-6);
-  EXPECT_NEAR(tail.hidden, 0.6, 1e-12);
+  const CostModel cost(latency, {}, {.dp = 2, .head = false});
+  expect_exposed(cost.tail(0), inside(4 * layer, 2), 2 * inside(8 * layer, 2) + inside(4 * layer, 2), 0.6, "sums");
+  expect_exposed(cost.gather(0), inside(2 * layer, 2), 2 * inside(4 * layer, 2) + inside(2 * layer, 2), 0.6, "gathers");
 }
 
 TEST(CostModel, TransfersCrossNodesWhereStagesDo) {

@@ -484,9 +484,11 @@ TEST(CostModel, TensorParallelRanksTellEachOtherTheHiddenStates) {
   replicas.dp = 2;
   Layout halves = replicas;
   halves.tp = 2;
-  const double latencies = 2 * 20.0 * (36 + 1);  // of every layer's and the embedding's sums and gathers
+  const double latencies = 20.0 * (36 + 1);  // of every layer's and the embedding's
   EXPECT_NEAR(CostModel(latency, {}, replicas).tail(0).all - latencies,
               2 * (CostModel(latency, {}, halves).tail(0).all - latencies), 1e-6);
+  EXPECT_NEAR(CostModel(latency, {}, replicas).gather(0).all - latencies,
+              2 * (CostModel(latency, {}, halves).gather(0).all - latencies), 1e-6);
 }
 
 TEST(CostModel, TensorParallelRanksMustShareEverythingEvenly) {

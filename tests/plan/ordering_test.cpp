@@ -96,7 +96,10 @@ TEST(Ordering, SwapsAreTriedOneAfterTheOther) {
         times.backward_transfer.push_back(last ? 0.0 : 0.2 * times.forward[i]);
       }
     if (trial % 3 > 1)
-      for (int s = 0; s < p; ++s) times.tail.push_back(random.uniform());
+      for (int s = 0; s < p; ++s) {
+        times.tail.push_back(random.uniform());
+        times.gather.push_back({0, 9 * random.uniform(), random.uniform()});
+      }
     const Schedule schedule(p, m);
     const auto trials = static_cast<int64_t>(random.below(400));
     std::vector<int> found = identity(m), expected = identity(m);

@@ -218,6 +218,32 @@ TEST(SchedulePieces, WhatHidesBehindTheLastBackwardIsNotPaidFor) {
   EXPECT_EQ(Schedule(1, 2).makespan(times, other), 52 + 7);
 }
 
+// Weights come while the first forward gets to them, on a later stage while the stages before have it, too.
+TEST(SchedulePieces, WhatHidesBehindTheFirstForwardIsNotPaidFor) {
+  PipelineTimes times;
+  times.stages = 1;
+  times.micro_batches = 2;
+  times.forward = {10, 40};
+  times.backward = {1, 1};
+  times.gather = {{3, 30, 0.75}};
+  const std::vector<int> order{0, 1}, other{1, 0};
+  EXPECT_EQ(Schedule(1, 2).makespan(times, order), 22.5 + 52);
+  EXPECT_EQ(Schedule(1, 2).makespan(times, other), 3 + 52);
+  EXPECT_EQ(Schedule(1, 2).analyze(times, order).operations.front().start, 22.5);
+  // The second stage has its weights at 25, 12.5 or 5: F0 of the first ends at 3 + 4.
+  times.stages = 2;
+  times.micro_batches = 1;
+  times.forward = {4, 10};
+  times.backward = {1, 1};
+  for (const auto& [all, start] : {std::pair{25.0 + 5, 25.0}, {12.5 + 5, 12.5}, {5.0 + 5, 7.0}}) {
+    times.gather = {3.0, {1, all, 0.5}};
+    EXPECT_EQ(Schedule(2, 1).makespan(times, {}), start + 10 + 1 + 1);
+    std::vector<int> chain;
+    EXPECT_EQ(Schedule(2, 1).critical_path(times, {}, chain), start + 10 + 1 + 1);
+    EXPECT_EQ(chain.size(), start > 7 ? 3u : 4u);
+  }
+}
+
 TEST(SchedulePieces, SchedulesThatAreAlikeAreShared) {
   const std::vector<int> groups{3, 1}, other{1, 3};
   const auto first = shared_schedule(2, groups, 2, 1);

@@ -30,7 +30,10 @@ PipelineTimes random_times(Random& random, int stages, int micro_batches, bool t
         times.forward_transfer.push_back(s == 0 ? 0.0 : 3 * random.uniform());
         times.backward_transfer.push_back(s + 1 == stages ? 0.0 : 3 * random.uniform());
       }
-    for (int s = 0; s < stages; ++s) times.tail.push_back(5 * random.uniform());
+    for (int s = 0; s < stages; ++s) {
+      times.tail.push_back(5 * random.uniform());
+      times.gather.push_back(20 * random.uniform());
+    }
   }
   return times;
 }
@@ -90,7 +93,7 @@ class LongestPath {
  private:
   double after(int s, int i) const {
     if (times_.tail.empty()) return 0;
-    const StageTail& tail = times_.tail[static_cast<size_t>(s)];
+    const Exposed& tail = times_.tail[static_cast<size_t>(s)];
     return std::max(tail.least, tail.all - tail.hidden * times_.backward[times_.at(i, s)]);
   }
   double end(int s, bool backward, int i) {
@@ -101,6 +104,10 @@ class LongestPath {
     const auto& program = programs_[static_cast<size_t>(s)];
     const auto place = std::find(program.begin(), program.end(), std::pair(backward, i));
     if (place != program.begin()) start = end(s, std::prev(place)->first, std::prev(place)->second);
+    if (place == program.begin() && !times_.gather.empty()) {
+      const Exposed& gather = times_.gather[static_cast<size_t>(s)];
+      start = std::max(gather.least, gather.all - gather.hidden * times_.forward[at]);
+    }
     const bool transfers = !times_.forward_transfer.empty();
     if (!backward && s > 0)
       start = std::max(start, end(s - 1, false, i) + (transfers ? times_.forward_transfer[at] : 0));
@@ -149,13 +156,17 @@ TEST(Schedule, EqualsTheLongestPathOfTheWholeGraph) {
   for (int trial = 0; trial < 200; ++trial) {
     const int p = 1 + static_cast<int>(random.below(6)), m = 1 + static_cast<int>(random.below(12));
     const int depth = 1 + static_cast<int>(random.below(3));
-    const PipelineTimes times = random_times(random, p, m, trial % 2 == 0);
+    PipelineTimes times = random_times(random, p, m, trial % 2 == 0);
+    if (trial % 4 == 0)
+      for (Exposed& gather : times.gather) gather = {gather.least / 4, gather.all, random.uniform()};
     const Schedule schedule(p, m, depth);
     EXPECT_NEAR(schedule.makespan(times, {}), LongestPath(times, depth).makespan(), 1e-9);
     const ScheduleResult result = schedule.analyze(times, {});
     EXPECT_DOUBLE_EQ(result.makespan, schedule.makespan(times, {}));
-    // The critical path has no slack and starts at zero.
-    EXPECT_NEAR(result.operations[static_cast<size_t>(result.critical_path.front())].start, 0, 1e-9);
+    // The critical path has no slack and starts at zero, or with the weights of its stage.
+    const ScheduledOperation& first = result.operations[static_cast<size_t>(result.critical_path.front())];
+    const auto stage = static_cast<size_t>(first.stage);
+    EXPECT_NEAR(first.start, times.gather.empty() ? 0 : times.gather[stage].beside(times.forward[stage]), 1e-9);
     for (int id : result.critical_path) EXPECT_NEAR(result.operations[static_cast<size_t>(id)].slack, 0, 1e-9);
   }
 }

@@ -296,12 +296,13 @@ TEST(Tuning, DenseLayersStayDenseAndCountAsSuch) {
           bool moved = false;
           double slowest = 0;
           for (const PlannedRank& rank : plan.ranks) {
-            double sum = 0, last_backward = 0;
+            double sum = 0, first_forward = -1, last_backward = 0;
             for (const PlannedMicroBatch& micro_batch : rank.micro_batches) {
               const size_t n = micro_batch.sequences.size();
               const StageTime linear = cost.linear(static_cast<double>(micro_batch.tokens)),
                               head = cost.head(static_cast<double>(micro_batch.tokens));
               sum += head.forward + head.backward;
+              double forward = head.forward;
               last_backward = head.backward;
               for (int l = 0; l < 6; ++l) {
                 Work work;
@@ -316,13 +317,16 @@ TEST(Tuning, DenseLayersStayDenseAndCountAsSuch) {
                 }
                 const StageTime attention = cost.attention(work);
                 sum += linear.forward + linear.backward + attention.forward + attention.backward;
+                forward += linear.forward + attention.forward;
                 last_backward += linear.backward + attention.backward;
               }
+              if (first_forward < 0) first_forward = forward;
             }
-            slowest = std::max(slowest, sum + cost.tail(0).after(last_backward));
+            slowest =
+                std::max(slowest, cost.gather(0).beside(first_forward) + sum + cost.tail(0).beside(last_backward));
           }
           EXPECT_EQ(moved, policy != TuningPolicy::none);
-          // Without a pipeline the step is the slowest rank and what its last backward does not hide.
+          // Without a pipeline the step is the slowest rank and what its first forward and last backward do not hide.
           if (stages == 1) {
             EXPECT_NEAR(plan.makespan_us, slowest, 1e-9 * slowest);
           }

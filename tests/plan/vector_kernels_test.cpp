@@ -61,8 +61,10 @@ TEST(VectorKernels, LanesAreSchedulesOfTheirOwn) {
           times.forward_transfer.push_back(s == 0 ? 0.0 : random.uniform());
           times.backward_transfer.push_back(s + 1 == times.stages ? 0.0 : random.uniform());
         }
-      for (int s = 0; s < times.stages; ++s)
+      for (int s = 0; s < times.stages; ++s) {
         times.tail.push_back({random.uniform(), 4 * random.uniform(), random.uniform()});
+        times.gather.push_back({random.uniform(), 8 * random.uniform(), random.uniform()});
+      }
     }
     constexpr auto kLanes = static_cast<size_t>(Schedule::kLanes);
     std::vector<double> forward(size * kLanes), backward(size * kLanes), scratch;

@@ -280,11 +280,11 @@ double step_lower_bound(const CostModel& cost, std::span<const Sequence> sequenc
   }
   double bound = all.longest;
   for (int s = 0; s < cost.stages(); ++s) {
-    // Before its first forward a stage waits for the stages before it; after its last backward they still run, and its
-    // own gradients are reduced.
+    // Before its first forward a stage waits for the stages before it, and the first one for weights; after its last
+    // backward they still run, and its own gradients are reduced.
     const double fill = all.least_forward * cost.first_layer(s), drain = all.least_backward * cost.first_layer(s);
-    bound = std::max(
-        bound, fill + stage_busy[static_cast<size_t>(s)] / cost.layout().dp + std::max(drain, cost.tail(s).least));
+    bound = std::max(bound, cost.gather(0).least + fill + stage_busy[static_cast<size_t>(s)] / cost.layout().dp +
+                                std::max(drain, cost.tail(s).least));
   }
   return bound;
 }

@@ -34,7 +34,7 @@ class PipelineSearch {
     if (cost.layout().comm) {
       times_.forward_transfer.resize(size);
       times_.backward_transfer.resize(size);
-      for (int s = 0; s < cost.stages(); ++s) times_.tail.push_back(cost.tail(s));
+      cost.add_exposed(times_);
       // Transfers are linear in the tokens; nothing enters the first stage or comes back into the last.
       for (int s = 0; s <= cost.stages(); ++s) {
         const bool any = s > 0 && s < cost.stages();

@@ -91,7 +91,7 @@ CostModel::CostModel(const LatencyModel& latency, AttentionSpec spec, Layout lay
 void CostModel::prepare_communication() {
   for (int s = 0; s < stages(); ++s) {
     transfer_.push_back(transfer_per_token(s));
-    tail_.push_back(tail_of(s));
+    add_exposed_of(s);
   }
 }
 
@@ -236,47 +236,74 @@ std::vector<double> CostModel::groups_of(int stage) const {
   return groups;
 }
 
-// Buckets are summed one after the other, each from when the backward has made the last of its gradients; layers take
-// equal parts of it, embedding and head none. After the update all weights are gathered, with nothing beside it.
-StageTail CostModel::tail_of(int stage) const {
-  if (!layout_.comm) return {};
+// Parameters that are reduced and gathered together.
+struct CostModel::Bucket {
+  double ready = 0;  // share of the backward after which its gradients are there
+  double sum = 0, gather = 0;
+};
+
+// In the order in which the backward completes them; layers take equal parts of it, embedding and head none.
+std::vector<CostModel::Bucket> CostModel::buckets_of(int stage, const LinkGroup& replicas) const {
   constexpr double kBucket = 4 << 20;  // parameters, at least (ModelLayout)
   const Links& links = profile().links;
-  const int ranks = layout_.cp * layout_.tp;
-  const LinkGroup replicas = group_of_ranks(layout_.cp, layout_.tp, layout_.dp, ranks * layout_.pp, links.node_ranks);
-  // First and last stage of a pipeline have the same matrix and add its gradients up, each rank its piece.
-  const bool end = stage == 0 || stage == stages() - 1;
-  double after = 0;
-  if (end && stages() > 1 && worker_shape_.tied && layout_.head && profile().lora_rank == 0) {
-    const LinkGroup ends = group_of_ranks(2, (stages() - 1) * ranks, 1, 0, links.node_ranks);
-    const double bytes = static_cast<double>(worker_shape_.embedding_parameters()) * kGradientBytes / replicas.ranks;
-    after += links.reduce(bytes, ends, used_in_node()) + links.gather(bytes, ends, used_in_node());
-  }
-  if (replicas.ranks == 1) return StageTail(after);
   const std::vector<double> groups = groups_of(stage);
   const auto layers = static_cast<double>(stage_layers(stage));
   const bool head_first =
       std::ssize(groups) > stage_layers(stage) && stage == stages() - 1 && (stage > 0 || !worker_shape_.tied);
-  struct Bucket {
-    double ready = 0, sum = 0;  // share of the backward; time
-  };
   std::vector<Bucket> buckets;
   double held = 0, seen = head_first ? -1 : 0;
   for (size_t i = 0; i < groups.size(); ++i) {
     held += groups[i];
     seen += 1;
     if (held < kBucket && i + 1 < groups.size()) continue;
-    buckets.push_back({std::min(seen, layers) / layers, links.reduce(held * kGradientBytes, replicas, used_in_node())});
-    after += links.gather(held * layout_.element_bytes, replicas, used_in_node());
+    buckets.push_back({std::min(seen, layers) / layers, links.reduce(held * kGradientBytes, replicas, used_in_node()),
+                       links.gather(held * layout_.element_bytes, replicas, used_in_node())});
     held = 0;
   }
+  return buckets;
+}
+
+// First and last stage of a pipeline have the same matrix and add its gradients up, each rank its piece.
+double CostModel::ends_of(int stage, int replicas) const {
+  const bool end = stage == 0 || stage == stages() - 1;
+  if (!end || stages() == 1 || !worker_shape_.tied || !layout_.head || profile().lora_rank > 0) return 0;
+  const Links& links = profile().links;
+  const LinkGroup ends = group_of_ranks(2, (stages() - 1) * layout_.cp * layout_.tp, 1, 0, links.node_ranks);
+  const double bytes = static_cast<double>(worker_shape_.embedding_parameters()) * kGradientBytes / replicas;
+  return links.reduce(bytes, ends, used_in_node()) + links.gather(bytes, ends, used_in_node());
+}
+
+// Buckets are summed one after the other, each from when the backward has made the last of its gradients. After the
+// update they are gathered one after the other, the other way round, each until the next forward comes to it: what the
+// backward made last is needed first.
+void CostModel::add_exposed_of(int stage) {
+  tail_.emplace_back();
+  gather_.emplace_back();
+  if (!layout_.comm) return;
+  const int ranks = layout_.cp * layout_.tp;
+  const LinkGroup replicas =
+      group_of_ranks(layout_.cp, layout_.tp, layout_.dp, ranks * layout_.pp, profile().links.node_ranks);
+  const double after = ends_of(stage, replicas.ranks);
+  tail_.back() = Exposed(after);
+  if (replicas.ranks == 1) return;
   // Of the buckets between the first and the last none decides, since layers are alike.
-  double all = 0, last = 0;
+  const std::vector<Bucket> buckets = buckets_of(stage, replicas);
+  Bucket all, last;  // of the backward
   for (const Bucket& bucket : buckets) {
-    all += bucket.sum;
-    if (bucket.ready >= 1) last += bucket.sum;
+    const bool is_last = bucket.ready >= 1;
+    all.sum += bucket.sum;
+    all.gather += bucket.gather;
+    last.sum += is_last ? bucket.sum : 0;
+    last.gather += is_last ? bucket.gather : 0;
   }
-  return {after + last, after + all, 1 - buckets.front().ready};
+  const double hidden = 1 - buckets.front().ready;
+  tail_.back() = {after + last.sum, after + all.sum, hidden};
+  gather_.back() = {last.gather, all.gather, hidden};
+}
+
+void CostModel::add_exposed(PipelineTimes& times) const {
+  times.tail = tail_;
+  times.gather = gather_;
 }
 
 }  // namespace sb

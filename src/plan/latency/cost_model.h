@@ -83,8 +83,11 @@ class CostModel {
   double after_input_gradient(const StageTime& linear) const;
   // From the end of the next stage's backward until its gradient is here; `split`: it leaves before that.
   double gradient_transfer(int stage, double tokens, const StageTime& linear, bool split) const;
-  // What the sums of the gradients and the gathering of the weights leave over after the last backward of a stage.
-  const StageTail& tail(int stage) const { return tail_[static_cast<size_t>(stage)]; }
+  // What the sums of the gradients leave over after the last backward of a stage, and the gathering of the weights
+  // before its first forward.
+  const Exposed& tail(int stage) const { return tail_[static_cast<size_t>(stage)]; }
+  const Exposed& gather(int stage) const { return gather_[static_cast<size_t>(stage)]; }
+  void add_exposed(PipelineTimes& times) const;
 
  private:
   void check() const;
@@ -93,7 +96,10 @@ class CostModel {
   void prepare_communication();
   double gathering(double tokens) const;
   Link transfer_per_token(int stage) const;
-  StageTail tail_of(int stage) const;
+  struct Bucket;
+  std::vector<Bucket> buckets_of(int stage, const LinkGroup& replicas) const;
+  void add_exposed_of(int stage);
+  double ends_of(int stage, int replicas) const;
   std::vector<double> groups_of(int stage) const;
   int used_in_node() const;
 
@@ -104,7 +110,7 @@ class CostModel {
   double linear_share_ = 1;  // of a layer's products, by tensor parallelism
   std::vector<int> first_layer_;
   std::vector<Link> transfer_;  // into every stage, over tokens
-  std::vector<StageTail> tail_;
+  std::vector<Exposed> tail_, gather_;
 };
 
 }  // namespace sb

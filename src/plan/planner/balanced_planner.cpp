@@ -410,7 +410,7 @@ double BalancedPlanner::measured_makespan(const Plan& plan, const CostModel& cos
         times.backward_transfer.push_back(cost.gradient_transfer(s, tokens, cost.linear(tokens), plan.cut()));
       }
     }
-    for (int s = 0; s < times.stages; ++s) times.tail.push_back(cost.tail(s));
+    cost.add_exposed(times);
     const auto schedule = rank_schedule(plan.ranks[r], times.stages, options_.layout.warmup_depth);
     makespan_us = std::max(makespan_us, schedule->makespan(times, {}));
   }

@@ -31,6 +31,7 @@ class SwappedLanes {
     add(times.forward_transfer, lanes_.forward_transfer);
     add(times.backward_transfer, lanes_.backward_transfer);
     lanes_.tail = times.tail;
+    lanes_.gather = times.gather;
     for (size_t position = 0; position < order.size(); ++position) restore(position);
   }
 

@@ -78,7 +78,7 @@ Schedule::Schedule(int stages, std::span<const int> groups, int ahead, int warmu
              forward,
              backward};
   }
-  last_node_.assign(static_cast<size_t>(stages), -1);
+  for (int s = 0; s < stages; ++s) last_node_.push_back(-1 - s);
   nodes_.resize(total);
   for (int32_t id = 0; id < static_cast<int32_t>(total);) {
     const int32_t before = id;
@@ -107,9 +107,10 @@ double Schedule::run(const PipelineTimes& times, std::span<const int> order, dou
   const int* place = order.empty() ? nullptr : order.data();
   const Node* nodes = nodes_.data();
   const size_t count = nodes_.size();
-  // end[0] is the time before everything, so that a missing predecessor (-1) needs no branch.
-  end[0] = 0.0;
-  double* ends = end + 1;
+  // What has no predecessor (-1 - stage) finds there when its stage may begin, without a branch. A missing dependency
+  // (-1) is one of the first stage.
+  double* ends = end + stages_;
+  for (int s = 0; s < stages_; ++s) ends[-1 - s] = gathered(static_cast<size_t>(s), times, order);
   for (size_t id = 0; id < count; ++id) {
     const Node node = nodes[id];
     const int micro_batch = place == nullptr ? node.position : place[node.position];
@@ -127,11 +128,16 @@ double Schedule::run(const PipelineTimes& times, std::span<const int> order, dou
   return makespan;
 }
 
+double Schedule::gathered(size_t stage, const PipelineTimes& times, std::span<const int> order) const {
+  if (times.gather.empty()) return 0.0;
+  return times.gather[stage].beside(times.forward[times.at(order.empty() ? 0 : order[0], static_cast<int>(stage))]);
+}
+
 double Schedule::tail_of(size_t stage, const PipelineTimes& times, std::span<const int> order) const {
   if (times.tail.empty()) return 0.0;
   const int position = nodes_[static_cast<size_t>(last_node_[stage])].position;
   const int micro_batch = order.empty() ? position : order[static_cast<size_t>(position)];
-  return times.tail[stage].after(times.backward[times.at(micro_batch, static_cast<int>(stage))]);
+  return times.tail[stage].beside(times.backward[times.at(micro_batch, static_cast<int>(stage))]);
 }
 
 double Schedule::run(const PipelineTimes& times, std::span<const int> order, double* end) const {
@@ -140,29 +146,37 @@ double Schedule::run(const PipelineTimes& times, std::span<const int> order, dou
 
 double Schedule::makespan(const PipelineTimes& times, std::span<const int> order) const {
   constexpr size_t kOnStack = 2048;
-  if (nodes_.size() < kOnStack) {
+  if (room() <= kOnStack) {
     double end[kOnStack];
     return run(times, order, end);
   }
-  const auto end = std::make_unique_for_overwrite<double[]>(nodes_.size() + 1);
+  const auto end = std::make_unique_for_overwrite<double[]>(room());
   return run(times, order, end.get());
 }
 
-void Schedule::latest_ends(const double* ends, std::span<const double> backward, std::span<const StageTail> tail,
+void Schedule::set_gathered(std::span<const double> forward, std::span<const Exposed> gather, double* end) const {
+  for (size_t s = 0; s < last_node_.size(); ++s)
+    for (size_t lane = 0; lane < kLanes; ++lane)
+      end[(last_node_.size() - 1 - s) * kLanes + lane] =
+          gather.empty() ? 0.0 : gather[s].beside(forward[s * kLanes + lane]);
+}
+
+void Schedule::latest_ends(const double* end, std::span<const double> backward, std::span<const Exposed> tail,
                            std::span<double, kLanes> out) const {
   std::fill(out.begin(), out.end(), 0.0);
   for (size_t s = 0; s < last_node_.size(); ++s) {
-    const double* end = ends + static_cast<size_t>(last_node_[s] + 1) * kLanes;
+    const double* own = end + static_cast<size_t>(last_node_[s] + stages_) * kLanes;
     const auto position = static_cast<size_t>(nodes_[static_cast<size_t>(last_node_[s])].position);
     const double* took = backward.data() + (position * static_cast<size_t>(stages_) + s) * kLanes;
     for (size_t lane = 0; lane < kLanes; ++lane)
-      out[lane] = std::max(out[lane], end[lane] + (tail.empty() ? 0.0 : tail[s].after(took[lane])));
+      out[lane] = std::max(out[lane], own[lane] + (tail.empty() ? 0.0 : tail[s].beside(took[lane])));
   }
 }
 
 void Schedule::makespans(const PipelineTimes& times, std::span<const double> forward, std::span<const double> backward,
                          std::vector<double>& scratch, std::span<double, kLanes> out) const {
-  scratch.resize((nodes_.size() + 1) * kLanes);
+  scratch.resize(room() * kLanes);
+  set_gathered(forward, times.gather, scratch.data());
   const bool transfers = !times.forward_transfer.empty();
   run_lanes(nodes_.data(), nodes_.size(), stages_, forward.data(), backward.data(),
             transfers ? times.forward_transfer.data() : nullptr, transfers ? times.backward_transfer.data() : nullptr,
@@ -171,7 +185,8 @@ void Schedule::makespans(const PipelineTimes& times, std::span<const double> for
 }
 
 void Schedule::makespans(const LaneTimes& times, std::vector<double>& scratch, std::span<double, kLanes> out) const {
-  scratch.resize((nodes_.size() + 1) * kLanes);
+  scratch.resize(room() * kLanes);
+  set_gathered(times.forward, times.gather, scratch.data());
   const bool transfers = !times.forward_transfer.empty();
   run_lanes(nodes_.data(), nodes_.size(), stages_, times.forward.data(), times.backward.data(),
             transfers ? times.forward_transfer.data() : nullptr, transfers ? times.backward_transfer.data() : nullptr,
@@ -180,9 +195,9 @@ void Schedule::makespans(const LaneTimes& times, std::vector<double>& scratch, s
 }
 
 double Schedule::critical_path(const PipelineTimes& times, std::span<const int> order, std::vector<int>& chain) const {
-  std::vector<double> buffer(nodes_.size() + 1);
+  std::vector<double> buffer(room());
   const double makespan = run(times, order, buffer.data());
-  const double* end = buffer.data() + 1;
+  const double* end = buffer.data() + stages_;
   chain.clear();
   int32_t at = -1;
   double latest = -1;
@@ -204,7 +219,7 @@ double Schedule::critical_path(const PipelineTimes& times, std::span<const int> 
       if (!times.forward_transfer.empty())
         ready += (node.backward ? times.backward_transfer : times.forward_transfer)[index];
     }
-    const double free = node.previous >= 0 ? end[static_cast<size_t>(node.previous)] : -1;
+    const double free = end[node.previous];
     at = ready > free ? node.dependency : node.previous;
   }
   std::reverse(chain.begin(), chain.end());
@@ -213,10 +228,10 @@ double Schedule::critical_path(const PipelineTimes& times, std::span<const int> 
 
 void Schedule::slacks(const PipelineTimes& times, std::span<const int> order, double deadline,
                       std::span<double> slack) const {
-  std::vector<double> buffer(2 * nodes_.size() + 1);
+  std::vector<double> buffer(room() + nodes_.size());
   run(times, order, buffer.data());
-  const double* end = buffer.data() + 1;
-  double* latest = buffer.data() + nodes_.size() + 1;
+  const double* end = buffer.data() + stages_;
+  double* latest = buffer.data() + room();
   std::fill_n(latest, nodes_.size(), deadline);
   for (size_t s = 0; s < last_node_.size(); ++s) latest[last_node_[s]] -= tail_of(s, times, order);
   std::fill(slack.begin(), slack.end(), deadline);
@@ -237,10 +252,10 @@ void Schedule::slacks(const PipelineTimes& times, std::span<const int> order, do
 }
 
 ScheduleResult Schedule::analyze(const PipelineTimes& times, std::span<const int> order) const {
-  std::vector<double> buffer(nodes_.size() + 1);
+  std::vector<double> buffer(room());
   ScheduleResult result;
   result.makespan = run(times, order, buffer.data());
-  const double* end = buffer.data() + 1;
+  const double* end = buffer.data() + stages_;
   // Latest ends, backwards through the graph.
   std::vector<double> latest(nodes_.size(), result.makespan);
   for (size_t s = 0; s < last_node_.size(); ++s) latest[static_cast<size_t>(last_node_[s])] -= tail_of(s, times, order);

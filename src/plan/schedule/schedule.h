@@ -8,15 +8,14 @@
 
 namespace sb {
 
-// What comes after the last backward of a stage: its gradients are summed over the replicas while that backward makes
-// them, then its weights are gathered. `least` is left over however long the backward takes; otherwise it takes `all`
-// less the share of the backward that something could hide behind.
-struct StageTail {
+// What is left over of communication that runs beside an operation of a stage: `least` however long that takes;
+// otherwise `all` less the share of the operation that something could hide behind.
+struct Exposed {
   double least = 0, all = 0, hidden = 0;
-  StageTail() = default;
-  StageTail(double fixed) : least(fixed), all(fixed) {}
-  StageTail(double least_us, double all_us, double hidden_share) : least(least_us), all(all_us), hidden(hidden_share) {}
-  double after(double backward) const { return std::max(least, all - hidden * backward); }
+  Exposed() = default;
+  Exposed(double fixed) : least(fixed), all(fixed) {}
+  Exposed(double least_us, double all_us, double hidden_share) : least(least_us), all(all_us), hidden(hidden_share) {}
+  double beside(double operation) const { return std::max(least, all - hidden * operation); }
 };
 
 // Durations of one pipeline (one data-parallel rank), indexed [micro-batch · stages + stage], microseconds. With one
@@ -29,8 +28,10 @@ struct PipelineTimes {
   // gradient from the one after (0 for the last; below 0 where that one sends it before its backward ends). Empty:
   // free. Transfers run beside the computation.
   std::vector<double> forward_transfer, backward_transfer;
-  // Of every stage. Empty: free.
-  std::vector<StageTail> tail;
+  // Of every stage, beside its last backward: the gradients are summed over the replicas while that makes them; and
+  // beside its first forward, which cannot begin before: the weights that the step before has updated are gathered
+  // while it comes to them. Empty: free.
+  std::vector<Exposed> tail, gather;
 
   size_t at(int micro_batch, int stage) const {
     return static_cast<size_t>(micro_batch) * static_cast<size_t>(stages) + static_cast<size_t>(stage);
@@ -83,7 +84,7 @@ class Schedule {
   // The same where transfers differ, too, indexed like the durations; without any where they are empty.
   struct LaneTimes {
     std::vector<double> forward, backward, forward_transfer, backward_transfer;
-    std::vector<StageTail> tail;
+    std::vector<Exposed> tail, gather;
   };
   void makespans(const LaneTimes& times, std::vector<double>& scratch, std::span<double, kLanes> out) const;
   // The same with everything in it.
@@ -96,7 +97,7 @@ class Schedule {
   void slacks(const PipelineTimes& times, std::span<const int> order, double deadline, std::span<double> slack) const;
 
   struct Node {
-    int32_t previous;    // node that runs before on the same stage, or -1
+    int32_t previous;    // node that runs before on the same stage; -1 - stage for the first
     int32_t dependency;  // node whose output it needs, or -1
     int32_t position;
     int16_t stage;
@@ -107,10 +108,15 @@ class Schedule {
  private:
   template <bool kTransfers>
   double run(const PipelineTimes& times, std::span<const int> order, double* end) const;
+  // `end`: room() times; those of the nodes come after what their stages begin with.
+  size_t room() const { return nodes_.size() + static_cast<size_t>(stages_); }
   double run(const PipelineTimes& times, std::span<const int> order, double* end) const;
+  // When the weights of a stage are there for its first forward.
+  double gathered(size_t stage, const PipelineTimes& times, std::span<const int> order) const;
   // What follows the last backward of a stage.
   double tail_of(size_t stage, const PipelineTimes& times, std::span<const int> order) const;
-  void latest_ends(const double* ends, std::span<const double> backward, std::span<const StageTail> tail,
+  void set_gathered(std::span<const double> forward, std::span<const Exposed> gather, double* end) const;
+  void latest_ends(const double* end, std::span<const double> backward, std::span<const Exposed> tail,
                    std::span<double, kLanes> out) const;
 
   int stages_, micro_batches_;

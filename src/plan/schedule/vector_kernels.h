@@ -15,7 +15,8 @@
   void read_curve(const double* share, double shift, const double* depth, size_t count, double* out);                  \
   /* out[row · 8 + lane] = Σ_q weight[q · 8 + lane] · value[row · levels + q]. */                                 \
   void blend_lanes(const double* value, size_t rows, size_t levels, const double* weight, double* out);                \
-  /* Ends of all nodes in 8 lanes, after 8 zeros; transfers are the same in every lane or not, and may be null. */     \
+  /* Ends of all nodes in 8 lanes, after what every stage begins with, the first one's last; transfers are the same */ \
+  /* in every lane or not, and may be null. */                                                                         \
   void run_lanes(const Schedule::Node* nodes, size_t count, int stages, const double* forward, const double* backward, \
                  const double* forward_transfer, const double* backward_transfer, bool transfers_by_lane,              \
                  double* end);

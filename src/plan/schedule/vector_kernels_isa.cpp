@@ -80,8 +80,7 @@ template <Transfers kTransfers>
 static void run_lanes_with(const Schedule::Node* nodes, size_t count, int stages, const double* forward,
                            const double* backward, const double* forward_transfer, const double* backward_transfer,
                            double* end) {
-  store(end, Lanes{});
-  double* ends = end + kLanes;
+  double* ends = end + static_cast<size_t>(stages) * kLanes;
   constexpr auto kStride = static_cast<ptrdiff_t>(kLanes);
   for (size_t id = 0; id < count; ++id) {
     const Schedule::Node node = nodes[id];

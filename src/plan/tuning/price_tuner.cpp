@@ -153,7 +153,7 @@ void PriceTuner::build_rank(int number) {
   if (comm) {
     times.forward_transfer.resize(rank.count);
     times.backward_transfer.resize(rank.count);
-    for (int s = 0; s < stages_; ++s) times.tail.push_back(cost.tail(s));
+    cost.add_exposed(times);
   }
   for (size_t position = 0; position < order.size(); ++position) {
     const auto members = batches.members(batches.first(number) + order[position]);

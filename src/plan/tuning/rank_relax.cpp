@@ -10,31 +10,43 @@ constexpr int kRows = 60;  // paths in the programme of a rank
 
 }  // namespace
 
+// Adds a share of an operation's time to the row; what of it is fixed.
+double RankTuner::add_operation(size_t at, bool backward, double share) {
+  const Variable& v = variables_[at];
+  const StageCurve& curve = curves_[static_cast<size_t>(v.curve)];
+  const auto& values = backward ? curve.backward : curve.forward;
+  const double scale = share * v.scale;
+  for (size_t c = 1; c < curve.corners.size(); ++c)
+    row_[static_cast<size_t>(v.first_column) + c - 1] +=
+        scale * (values[static_cast<size_t>(curve.corners[c])] - values[static_cast<size_t>(curve.corners[c - 1])]);
+  return share * (backward ? v.fixed_backward : v.fixed_forward) +
+         scale * values[static_cast<size_t>(curve.corners.front())];
+}
+
 // Adds the longest path at the present positions as a row.
 bool RankTuner::add_critical_path(double deadline) {
   if (programme_->rows() >= kRows) return false;
   schedule_.critical_path(times_, order_, chain_);
   std::fill(row_.begin(), row_.end(), 0.0);
   const auto& nodes = schedule_.nodes();
-  // What follows the last backward of the path's stage: so much, or so much less than that backward's share.
-  const auto& last = nodes[static_cast<size_t>(chain_.back())];
-  const StageTail tail = times_.tail.empty() ? StageTail() : times_.tail[static_cast<size_t>(last.stage)];
-  const double took = times_.backward[times_.at(order_[static_cast<size_t>(last.position)], last.stage)];
-  const bool hides = tail.all - tail.hidden * took > tail.least;
-  double fixed = hides ? tail.all : tail.least;
+  // What comes before the first forward of the path's stage, and what follows the last backward: so much, or so much
+  // less than that operation's share.
+  const auto exposed = [&](const std::vector<Exposed>& all, int id) {
+    if (all.empty()) return Exposed();
+    const auto& node = nodes[static_cast<size_t>(id)];
+    const Exposed& own = all[static_cast<size_t>(node.stage)];
+    const size_t at = times_.at(order_[static_cast<size_t>(node.position)], node.stage);
+    const double took = (node.backward ? times_.backward : times_.forward)[at];
+    return own.all - own.hidden * took > own.least ? Exposed(0, own.all, own.hidden) : Exposed(own.least);
+  };
+  const Exposed gather = exposed(times_.gather, chain_.front()), tail = exposed(times_.tail, chain_.back());
+  double fixed = gather.all + tail.all;
   int previous = -1;
   for (int id : chain_) {
     const auto& node = nodes[static_cast<size_t>(id)];
     const size_t at = times_.at(order_[static_cast<size_t>(node.position)], node.stage);
-    const Variable& v = variables_[at];
-    const StageCurve& curve = curves_[static_cast<size_t>(v.curve)];
-    const auto& values = node.backward ? curve.backward : curve.forward;
-    const double share = hides && id == chain_.back() ? 1 - tail.hidden : 1.0, scale = share * v.scale;
-    fixed += share * (node.backward ? v.fixed_backward : v.fixed_forward) +
-             scale * values[static_cast<size_t>(curve.corners.front())];
-    for (size_t c = 1; c < curve.corners.size(); ++c)
-      row_[static_cast<size_t>(v.first_column) + c - 1] +=
-          scale * (values[static_cast<size_t>(curve.corners[c])] - values[static_cast<size_t>(curve.corners[c - 1])]);
+    const double hidden = id == chain_.front() ? gather.hidden : id == chain_.back() ? tail.hidden : 0.0;
+    fixed += add_operation(at, node.backward, 1 - hidden);
     // Reached over the transfer, not over the stage's own order.
     if (!times_.forward_transfer.empty() && node.dependency == previous && node.previous != previous && previous >= 0)
       fixed += node.backward ? times_.backward_transfer[at] : times_.forward_transfer[at];

@@ -28,7 +28,7 @@ RankTuner::RankTuner(const TuningInput& input, int rank, int64_t pivots)
   if (cost.layout().comm) {
     times_.forward_transfer.resize(size);
     times_.backward_transfer.resize(size);
-    for (int s = 0; s < stages; ++s) times_.tail.push_back(cost.tail(s));
+    cost.add_exposed(times_);
   }
   position_.assign(size, 0.0);
   std::vector<double> floor_position(size, 0.0), top(size, 0.0), gains;

@@ -41,6 +41,7 @@ class RankTuner {
   void set_all(const std::vector<double>& positions);
   double simulate() const { return schedule_.makespan(times_, order_); }
   bool add_critical_path(double deadline);
+  double add_operation(size_t at, bool backward, double share);
   void positions_from_programme();
   double total_gain() const;
   void fill(double deadline);

@@ -114,8 +114,7 @@ PipelineTimes empty_times(const CostModel& cost, int micro_batches, bool split) 
     times.forward_transfer.resize(size);
     times.backward_transfer.resize(size);
   }
-  if (cost.layout().comm)
-    for (int s = 0; s < times.stages; ++s) times.tail.push_back(cost.tail(s));
+  if (cost.layout().comm) cost.add_exposed(times);
   return times;
 }
 
