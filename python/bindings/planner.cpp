@@ -184,19 +184,29 @@ void bind_layout(nb::module_& module) {
   nb::class_<Layout>(module, "Layout", "The grid of workers.")
       .def(
           "__init__",
-          [](Layout* self, int dp, int pp, int cp, int tp, int warmup_depth, bool comm, bool head) {
-            new (self) Layout{
-                .dp = dp, .pp = pp, .cp = cp, .tp = tp, .warmup_depth = warmup_depth, .comm = comm, .head = head};
+          [](Layout* self, int dp, int pp, int cp, int tp, int warmup_depth, bool comm, bool head, int element_bytes) {
+            SB_USER_CHECK(element_bytes == 2 || element_bytes == 4,
+                          "element_bytes {}: weights and activations have 2 bytes (bfloat16) or 4 (float32)",
+                          element_bytes);
+            new (self) Layout{.dp = dp,
+                              .pp = pp,
+                              .cp = cp,
+                              .tp = tp,
+                              .warmup_depth = warmup_depth,
+                              .comm = comm,
+                              .head = head,
+                              .element_bytes = element_bytes};
           },
           nb::kw_only(), "dp"_a = 1, "pp"_a = 1, "cp"_a = 1, "tp"_a = 1, "warmup_depth"_a = 1, "comm"_a = true,
-          "head"_a = true)
+          "head"_a = true, "element_bytes"_a = 2)
       .def_ro("dp", &Layout::dp)
       .def_ro("pp", &Layout::pp)
       .def_ro("cp", &Layout::cp)
       .def_ro("tp", &Layout::tp)
       .def_ro("warmup_depth", &Layout::warmup_depth)
       .def_ro("comm", &Layout::comm, "Transfers and the gradient reduction are counted.")
-      .def_ro("head", &Layout::head, "Embedding and loss are counted.");
+      .def_ro("head", &Layout::head, "Embedding and loss are counted.")
+      .def_ro("element_bytes", &Layout::element_bytes, "Of weights and activations, which transfers move.");
 }
 
 }  // namespace

@@ -63,6 +63,7 @@ class Planner:
         fastest, to 1).
     micro_batch_sequences fixes the number of micro-batches, micro_batch_tokens caps their size; one is needed.
     chunk: "auto" or the most tokens of a piece, for sequences that are cut into pieces.
+    precision: bfloat16 or float32, of what moves between ranks.
     """
 
     def __init__(
@@ -89,6 +90,7 @@ class Planner:
         warmup_depth: int = 1,
         comm: bool = True,
         head: bool = True,
+        precision: str = "bfloat16",
         threads: int = 1,
     ) -> None:
         self.dp, self.pp, self.cp, self.tp = dp, pp, cp, tp
@@ -96,10 +98,15 @@ class Planner:
         self.attention = attention if attention is not None else _core.AttentionSpec()
         if target is not None and not 0 <= target <= 1:
             raise _core.UserError(f"target must be None (equal coverage) or a number from 0 to 1, got {target}")
+        if precision not in ("bfloat16", "float32"):
+            raise _core.UserError(f"precision must be bfloat16 or float32, got {precision}")
         self._planner = _core.Planner(
             planner_options(
                 model, profile, coverage, self.attention,
-                _core.Layout(dp=dp, pp=pp, cp=cp, tp=tp, warmup_depth=warmup_depth, comm=comm, head=head),
+                _core.Layout(
+                    dp=dp, pp=pp, cp=cp, tp=tp, warmup_depth=warmup_depth, comm=comm, head=head,
+                    element_bytes=2 if precision == "bfloat16" else 4,
+                ),
                 p=p, chunk=chunk, micro_batch_sequences=micro_batch_sequences, micro_batch_tokens=micro_batch_tokens,
                 threads=threads, batching=batching, ordering=ordering, tuning=tuning, anchor=anchor,
                 target=-1.0 if target is None else target, max_sequences=max_sequences or 0,

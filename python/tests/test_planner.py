@@ -198,6 +198,7 @@ def test_plans_are_those_of_the_command_line_tool_byte_for_byte(run_directory, s
         max_sequences=8,
         tuning="optimal",
         attention=sb.AttentionSpec(block=64, budget=512, local_blocks=1, max_budget=2048),
+        precision="float32",  # of a run on a CPU
     )
     for line, text in planned:
         lengths = {}
