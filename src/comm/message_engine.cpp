@@ -13,6 +13,7 @@
 #include <algorithm>
 #include <cstdio>
 #include <exception>
+#include <future>
 #include <set>
 #include <utility>
 
@@ -155,16 +156,24 @@ void MessageEngine::watch_peers(Communicator& world, const WorldOptions& options
       [this](const PeerWatch::End& end) { end_job(end); });
 }
 
+// Before this rank ends. On a thread that may be left behind: it may write to a file system that hangs for the same
+// reason, which must not keep this rank for longer than `limit`.
+void MessageEngine::tell_of(LostRank lost, std::chrono::seconds limit) {
+  std::promise<void> told;
+  const std::future<void> over = told.get_future();
+  std::thread([tell = told_, lost = std::move(lost), told = std::move(told)]() mutable {
+    tell(lost);
+    told.set_value();
+  }).detach();
+  over.wait_for(limit);
+}
+
 // On the watch's thread. The launcher ends the ranks by itself, as a rule, and knows by which signal one was lost.
 void MessageEngine::end_job(const PeerWatch::End& end) {
   constexpr std::chrono::seconds kTimeForTheLauncher(3), kTimeToTell(1);
   if (end.lost_rank >= 0) {
     std::fprintf(stderr, "%s\n", end.text.c_str());
-    // By itself: it may write to a file system that hangs for the same reason, which must not keep this rank.
-    if (told_)
-      std::thread([told = told_, lost = LostRank{end.lost_rank, place(end.lost_rank), end.text}] {
-        told(lost);
-      }).detach();
+    if (told_) tell_of({end.lost_rank, place(end.lost_rank), end.text}, kTimeToTell);
   }
   {
     std::unique_lock lock(mutex_);

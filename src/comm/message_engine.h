@@ -99,6 +99,7 @@ class MessageEngine {
   std::string name_locked(int rank) const;
   std::string place(int rank);
   void end_job(const PeerWatch::End& end);
+  void tell_of(LostRank lost, std::chrono::seconds limit);
   [[noreturn]] static void leave(int exit_code);
 
   std::atomic<std::chrono::milliseconds> timeout_;
