@@ -142,19 +142,6 @@ class MessageCommunicator final : public Communicator {
   int64_t collectives_ = 0, messages_ = 0;
 };
 
-// Collective.
-std::vector<std::string> host_names(Communicator& world) {
-  struct Name {
-    char text[64] = {};  // the longest that Linux has
-  };
-  std::vector<Name> names(static_cast<size_t>(world.size()));
-  host_name().copy(names[static_cast<size_t>(world.rank())].text, sizeof(Name) - 1);
-  world.all_gather_async(names.data(), sizeof(Name), CommType::u8).wait();
-  std::vector<std::string> texts;
-  for (const Name& name : names) texts.emplace_back(name.text);
-  return texts;
-}
-
 std::unique_ptr<MessageCommunicator> make_world(const std::shared_ptr<MessageEngine>& engine) {
   auto group = std::make_shared<MessageGroup>();
   group->name = "world";

@@ -178,8 +178,7 @@ PeerWatch::PeerWatch(Communicator& world, NameOf name_of, std::function<bool()> 
   if (alone < size_ && rank_ == 0)
     log::warning(
         "{} cannot connect to {} by TCP (IPv4): does a firewall keep the hosts apart? Should a rank be lost, others "
-        "may "
-        "learn it by parallel.timeout only",
+        "may learn it by parallel.timeout only",
         name_of_(alone), name_of_((alone + 1) % size_));
 }
 

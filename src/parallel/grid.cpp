@@ -67,16 +67,6 @@ MachineRanks ranks_on_this_machine(Communicator& world) {
   return ranks;
 }
 
-std::vector<std::string> hosts_of_ranks(Communicator& world) {
-  constexpr int64_t kName = 256;
-  std::vector<char> names(static_cast<size_t>(world.size() * kName));
-  gethostname(names.data() + world.rank() * kName, kName - 1);
-  world.all_gather(std::span(names), kName);
-  std::vector<std::string> hosts;
-  for (int r = 0; r < world.size(); ++r) hosts.emplace_back(names.data() + r * kName);
-  return hosts;
-}
-
 int core_share(const std::vector<std::vector<int>>& cores, int own) {
   std::map<int, int> users;
   for (const std::vector<int>& usable : cores)

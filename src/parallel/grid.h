@@ -72,9 +72,6 @@ MachineRanks ranks_on_this_machine(Communicator& world);
 // own, or let all use all.
 int core_share(const std::vector<std::vector<int>>& cores, int own);
 
-// The name of every rank's machine, on all ranks. Collective.
-std::vector<std::string> hosts_of_ranks(Communicator& world);
-
 // Text of any length from `root` to all, and from all to `root` (in rank order; empty elsewhere). Collective.
 std::string broadcast_text(Communicator& group, std::string text, int root);
 std::vector<std::string> gather_texts(Communicator& group, const std::string& text, int root);

@@ -58,9 +58,8 @@ std::string introduce_ranks(const RunConfig& config, Communicator* world, Consol
 int64_t timeout_seconds(const RunConfig& config, double step_seconds, int64_t saved_bytes) {
   // A rank may write its part of a checkpoint while all wait, to a slow disk.
   constexpr double kLeast = 120, kSteps = 20, kBytesPerSecond = 50e6;
-  const int64_t validated = config.train.validation_sequences == 0 ? 0 : config.train.validation_sequences;
-  const double validation =
-      step_seconds * static_cast<double>(validated) / static_cast<double>(config.batch.global_batch_size);
+  const double validation = step_seconds * static_cast<double>(config.train.validation_sequences) /
+                            static_cast<double>(config.batch.global_batch_size);
   const double saving = static_cast<double>(saved_bytes) / config.parallel.grid().ranks() / kBytesPerSecond;
   const double seconds = kLeast + kSteps * step_seconds + validation + saving;
   // All validation data: as many as there are, which may be many.

@@ -5,9 +5,9 @@
 #include <set>
 
 #include "attention/select/selection_words.h"
+#include "comm/host_name.h"
 #include "core/errors.h"
 #include "core/log.h"
-#include "parallel/grid.h"
 #include "plan/latency/adapter_profile.h"
 #include "plan/latency/links_file.h"
 #include "run/config/recompute_words.h"
@@ -110,7 +110,7 @@ Profile run_profile(const RunConfig& config, const ModelConfig& model) {
 
 void check_links(const RunConfig& config, Communicator& world) {
   if (config.balance.links.empty() || config.parallel.rehearse.on()) return;
-  const std::vector<std::string> hosts = hosts_of_ranks(world);
+  const std::vector<std::string> hosts = host_names(world);
   if (world.rank() != 0) return;
   const std::string links = config.balance.links.string();
   if (const std::string elsewhere = measured_elsewhere(read_links_file(links), hosts); !elsewhere.empty())

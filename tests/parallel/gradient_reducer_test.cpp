@@ -108,6 +108,14 @@ ParameterSet two_layers(int shards) {
   return parameters;
 }
 
+void reduce_both_layers(GradientReducer& reducer) {
+  reducer.start();
+  reducer.group_final(1);
+  reducer.group_final(0);
+  ThreadPool pool(1);
+  reducer.finish({.device = DeviceKind::cpu, .pool = &pool});
+}
+
 TEST(GradientReducer, GivesWhatRanksHaveAlikeTheSameBits) {
   constexpr int kTensor = 2, kReplicas = 3;
   for (const int64_t bucket_elements : {1, 1000}) {
@@ -137,11 +145,7 @@ TEST(GradientReducer, GivesWhatRanksHaveAlikeTheSameBits) {
         std::fill_n(alike.begin() + one.offset, one.elements(), true);
       }
       GradientReducer reducer(parameters, layout, replicas, nullptr, -1, shared);
-      reducer.start();
-      reducer.group_final(1);
-      reducer.group_final(0);
-      ThreadPool pool(1);
-      reducer.finish({.device = DeviceKind::cpu, .pool = &pool});
+      reduce_both_layers(reducer);
       int64_t short_ones = 0, long_ones = 0;
       for (const FlatRange& piece : layout.pieces(replicas.rank()))
         for (const GradientReducer::Shared& one : shared) {
@@ -193,11 +197,7 @@ TEST(GradientReducer, AddsOverOneGroupAfterTheOther) {
         shared.push_back({{one.offset, one.offset + one.elements()}, shared.size() % 2 == 0 ? tensor : keys});
     }
     GradientReducer reducer(parameters, layout, replicas, nullptr, -1, shared);
-    reducer.start();
-    reducer.group_final(1);
-    reducer.group_final(0);
-    ThreadPool pool(1);
-    reducer.finish({.device = DeviceKind::cpu, .pool = &pool});
+    reduce_both_layers(reducer);
     for (const GradientReducer::Shared& one : shared) EXPECT_EQ(parameters.gradients().f32()[one.range.begin], 2.0f);
     EXPECT_FALSE(tensor.summed().empty() || keys.summed().empty());
   });

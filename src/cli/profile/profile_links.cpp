@@ -13,12 +13,12 @@
 #include "cli/output_file.h"
 #include "cli/profile/measure_links.h"
 #include "cli/profile/measured_date.h"
+#include "comm/host_name.h"
 #include "comm/world.h"
 #include "core/files/durable_file.h"
 #include "core/log.h"
 #include "device/cuda.h"
 #include "device/memory.h"
-#include "parallel/grid.h"
 #include "plan/latency/links_file.h"
 #include "train/rank_device.h"
 
@@ -50,7 +50,7 @@ void measure(const LinkArguments& arguments, Communicator& world) {
   const MachineRanks machine = ranks_on_this_machine(world);
   MeasuredLinks measured;
   measured.date = measured_date();
-  measured.hosts = hosts_of_ranks(world);
+  measured.hosts = host_names(world);
   std::vector<float> buffer(static_cast<size_t>(kBuffer / 4), 0.0f);
   measured.host = {"MPI", measure_links({world, world, buffer.data(), kBuffer, {}}, measured.hosts)};
   if (arguments.gpu) measured.gpu = over_gpus(world, machine, measured.hosts);

@@ -6,6 +6,7 @@
 #include <chrono>
 #include <cstring>
 
+#include "comm/host_name.h"
 #include "core/files/crc32c.h"
 
 namespace sb {
@@ -58,11 +59,9 @@ uint32_t masked_crc(const void* data, size_t bytes) {
 
 TensorBoardWriter::TensorBoardWriter(const std::filesystem::path& directory, int64_t first_step) {
   std::filesystem::create_directories(directory);
-  char host[256] = "localhost";
-  gethostname(host, sizeof host - 1);
   const auto seconds =
       std::chrono::duration_cast<std::chrono::seconds>(std::chrono::system_clock::now().time_since_epoch()).count();
-  file_.emplace(directory / fmt::format("events.out.tfevents.{}.{}.{}.{}", seconds, host, getpid(), first_step),
+  file_.emplace(directory / fmt::format("events.out.tfevents.{}.{}.{}.{}", seconds, host_name(), getpid(), first_step),
                 RecordFile::Start::anew);
 
   std::string version = event_head(0);

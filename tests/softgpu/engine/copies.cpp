@@ -209,9 +209,7 @@ void tensor_load(uint32_t to, const CUtensorMap* map, int x, int y, int z, uint3
             .x = x,
             .y = y,
             .z = z,
-            .from = nullptr,
             .to = to,
-            .bytes = 0,
             .barrier = barrier,
             .issued = issue()};
   check_box(copy.map, to);
@@ -223,17 +221,7 @@ void bulk_load(uint32_t to, const void* from, uint32_t bytes, uint32_t barrier) 
   if (to % 16 != 0 || bytes % 16 != 0 || reinterpret_cast<uintptr_t>(from) % 16 != 0)
     fail("a copy of %u bytes from %p to %x of shared memory: not in pieces of 16", bytes, from, to);
   if (engine.block->memory.at(to, bytes) == nullptr) fail("a copy of %u bytes to %x, beyond shared memory", bytes, to);
-  start(Copy{.block = engine.block,
-             .tensor = false,
-             .map = {},
-             .x = 0,
-             .y = 0,
-             .z = 0,
-             .from = from,
-             .to = to,
-             .bytes = bytes,
-             .barrier = barrier,
-             .issued = issue()});
+  start(Copy{.block = engine.block, .from = from, .to = to, .bytes = bytes, .barrier = barrier, .issued = issue()});
 }
 
 void bulk_add(float* to, uint32_t from, uint32_t bytes) {
@@ -242,30 +230,12 @@ void bulk_add(float* to, uint32_t from, uint32_t bytes) {
     fail("a sum of %u bytes at %x of shared memory to %p: not in pieces of 16", bytes, from, static_cast<void*>(to));
   if (engine.block->memory.at(from, bytes) == nullptr)
     fail("a sum of %u bytes at %x, beyond shared memory", bytes, from);
-  start(Sum{.tensor = false,
-            .map = {},
-            .x = 0,
-            .y = 0,
-            .z = 0,
-            .to = to,
-            .from = from,
-            .bytes = bytes,
-            .read = {},
-            .issued = nullptr});
+  start(Sum{.to = to, .from = from, .bytes = bytes});
 }
 
 void tensor_add(const CUtensorMap* map, int x, int y, int z, uint32_t from) {
   const Quiet quiet;
-  Sum sum{.tensor = true,
-          .map = read_map(map),
-          .x = x,
-          .y = y,
-          .z = z,
-          .to = nullptr,
-          .from = from,
-          .bytes = 0,
-          .read = {},
-          .issued = nullptr};
+  Sum sum{.tensor = true, .map = read_map(map), .x = x, .y = y, .z = z, .from = from};
   if (sum.map.is_float == 0) fail("a sum of a tensor that is not fp32");
   check_box(sum.map, from);
   start(std::move(sum));

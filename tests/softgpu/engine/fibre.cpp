@@ -13,12 +13,6 @@
 extern "C" void __sanitizer_start_switch_fiber(void** save, const void* bottom, size_t size);
 extern "C" void __sanitizer_finish_switch_fiber(void* save, const void** bottom, size_t* size);
 #endif
-#ifdef SOFTGPU_TSAN
-extern "C" void* __tsan_get_current_fiber();
-extern "C" void* __tsan_create_fiber(unsigned flags);
-extern "C" void __tsan_destroy_fiber(void*);
-extern "C" void __tsan_switch_to_fiber(void*, unsigned flags);
-#endif
 
 // void softgpu_switch(void** save, void* to): what a function must keep goes on the stack, then the stack is another.
 extern "C" void softgpu_switch(void** save, void* to);

@@ -29,23 +29,23 @@ struct Thread;
 
 // A copy of the copy engine into shared memory.
 struct Copy {
-  Block* block;
-  bool tensor;  // a box of a tensor, else bytes in a row
-  TensorMap map;
-  int x, y, z;
-  const void* from;
-  uint32_t to, bytes, barrier;
-  const void* issued;  // see worker.h
+  Block* block = nullptr;
+  bool tensor = false;  // a box of a tensor, else bytes in a row
+  TensorMap map = {};
+  int x = 0, y = 0, z = 0;
+  const void* from = nullptr;
+  uint32_t to = 0, bytes = 0, barrier = 0;
+  const void* issued = nullptr;  // see worker.h
 };
 // A sum of the copy engine into global memory, in a group of the thread that issued it.
 struct Sum {
-  bool tensor;
-  TensorMap map;
-  int x, y, z;
-  float* to;
-  uint32_t from, bytes;
-  std::vector<float> read;  // what shared memory held, from when it was read until it is added
-  const void* issued;
+  bool tensor = false;
+  TensorMap map = {};
+  int x = 0, y = 0, z = 0;
+  float* to = nullptr;
+  uint32_t from = 0, bytes = 0;
+  std::vector<float> read = {};  // what shared memory held, from when it was read until it is added
+  const void* issued = nullptr;
 };
 struct SmallCopy {
   void* to;

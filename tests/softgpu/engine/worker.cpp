@@ -5,13 +5,6 @@
 
 #include "softgpu/engine/quiet.h"
 
-#ifdef SOFTGPU_TSAN
-extern "C" void* __tsan_get_current_fiber();
-extern "C" void* __tsan_create_fiber(unsigned flags);
-extern "C" void __tsan_destroy_fiber(void*);
-extern "C" void __tsan_switch_to_fiber(void*, unsigned flags);
-#endif
-
 namespace softgpu {
 
 Worker::~Worker() {

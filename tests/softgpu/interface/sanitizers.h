@@ -15,6 +15,10 @@ extern "C" void* __asan_region_is_poisoned(void*, size_t);
 #define SOFTGPU_TSAN 1
 extern "C" void __tsan_acquire(void*);
 extern "C" void __tsan_release(void*);
+extern "C" void* __tsan_get_current_fiber();
+extern "C" void* __tsan_create_fiber(unsigned flags);
+extern "C" void __tsan_destroy_fiber(void*);
+extern "C" void __tsan_switch_to_fiber(void*, unsigned flags);
 #endif
 
 namespace softgpu {
