@@ -14,7 +14,7 @@ import textwrap
 
 from kernels import record
 
-GPU, ARCHITECTURE = "H200", "90a"
+GPU = "H200"
 NAMES = r"(?:`[^`]+`(?: \(\d+ of \d+\))?(?:, )?)+"
 UNCHANGED, CHANGED, UNKNOWN = "unchanged since", "new or changed since: ", "not compared with today's"
 STATEMENT = re.compile(rf"Kernels at ([0-9a-f]{{7,}}): ({NAMES}); (?:{UNCHANGED}|{CHANGED}{NAMES}|{UNKNOWN})\.")
@@ -56,7 +56,7 @@ def should_say(known, commit, names):
     start = f"Kernels at {commit}: {', '.join(f'`{name}`' for name in names)}; "
     if commit not in known.measured:
         return f"{start}{UNKNOWN}."
-    rows = [row for row in known.rows.values() if row.arch == ARCHITECTURE]
+    rows = [row for row in known.rows.values() if row.arch == record.MEASURED_ON]
     changed = {row.key for row in rows if not record.measured_at(known, row, commit)}
     found = sorted({part for name in names for part in names_of(name, rows, changed)})
     return f"{start}{CHANGED + ', '.join(found) if found else UNCHANGED}."
@@ -72,7 +72,7 @@ def misnamed(known, statement):
     """What is wrong with a statement before it is true or not."""
     if statement is None:
         return "not of the form that scripts/kernels/pages.py has"
-    rows = [row for row in known.rows.values() if row.arch == ARCHITECTURE]
+    rows = [row for row in known.rows.values() if row.arch == record.MEASURED_ON]
     missing = [name for name in statement[1] if not any(within(name, row) for row in rows)]
     return f"no kernels on record are in {', '.join(missing)}" if missing else ""
 

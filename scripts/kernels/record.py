@@ -8,6 +8,7 @@ import re
 
 from kernels import cubin
 
+MEASURED_ON = "90a"  # an H200: every published figure is of one, and none of kernels for other GPUs
 MORE_REGISTERS, MORE_SPILLS = 8, 16  # what a kernel may take more of without --allow-growth: per thread; bytes
 FIGURES = ("registers", "stack", "spill_stores", "spill_loads", "shared", "instructions")
 COLUMNS = ("arch", "source", "kernel", "code", *FIGURES, *cubin.KINDS, "measured")
@@ -157,10 +158,10 @@ def with_measured(record, commit, date, build):
         raise Mismatch(f"the build of {commit} is by CUDA {build.toolkit}, the record by {record.toolkit}")
     measured = dict(sorted({**record.measured, commit: date}.items(), key=lambda item: item[1]))
     place, again = list(measured).index(commit), commit in record.measured
-    codes = {(row.arch, row.code) for row in build.rows.values()}
+    codes = {row.code for row in build.rows.values() if row.arch == MEASURED_ON}
     rows = {}
     for key, row in record.rows.items():
-        digit = "1" if (row.arch, row.code) in codes else "0"
+        digit = "1" if row.arch == MEASURED_ON and row.code in codes else "0"
         rows[key] = dataclasses.replace(row, measured=row.measured[:place] + digit + row.measured[place + again :])
     return Record(record.toolkit, measured, rows)
 

@@ -162,6 +162,11 @@ def builds():
         known = record.with_measured(known, "a00000a", "2026-11-12", first)
         assert digits(known) == {"forward_kernel<64, true>": "011", "clear_kernel": "111"}, known.rows
         assert record.parsed(known.text()) == known
+        # Figures are of an H200: they say nothing of kernels for another GPU, though that build has these, too.
+        elsewhere = made((SYMBOL, CODE, 168, 64, ""), arch="80")
+        assert digits(record.with_measured(elsewhere, "c00000a", "2026-11-10", elsewhere)) == {
+            "forward_kernel<64, true>": "0"
+        }
         after = record.renewed(known, changed)
         assert digits(after) == {"forward_kernel<64, true>": "000", "clear_kernel": "111"}, after.rows
         other = made((SYMBOL, CODE, 168, 64, ""), toolkit="13.1.1")
